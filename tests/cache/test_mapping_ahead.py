@@ -212,7 +212,10 @@ def test_a_thread_maps_all_pieces_or_none():
         address = range_.address
         before = table.num_foreground_calls
         with closing(BackgroundMapper(table)) as mapper:
-            mapper.submit([(address, pages[:2]), (address + 4 * PAGE, pages[2:])]).result()
+            mapped = mapper.submit([(address, pages[:2]), (address + 4 * PAGE, pages[2:])])
+            assert table.num_background_calls == 0  # it waits for `begin`
+            mapper.begin()
+            mapped.result()
             range_.note(0, pages[:2])
             range_.note(4, pages[2:])
             range_.tensor((8 * PAGE,), torch.uint8)[: 2 * PAGE].fill_(1)
@@ -221,6 +224,7 @@ def test_a_thread_maps_all_pieces_or_none():
             faulty.fail_at = 1
             table.driver = faulty
             refused = mapper.submit([(address, pages[:2]), (address + 4 * PAGE, pages[2:])])
+            mapper.begin()
             with pytest.raises(DriverError):
                 refused.result()
             assert faulty.mapped_pages == 0  # the first piece is unmapped again

@@ -765,6 +765,26 @@ def test_what_goes_on_from_a_cached_prefix_maps_nothing():
     harness.close()
 
 
+def test_a_page_that_is_copied_again_is_still_in_its_window():
+    harness = Harness("virtual", LAYOUTS["aligned"], 40, is_late=True, guards=False)
+    harness.begin(2, 40)
+    retained = harness.end(2)
+    begun = Retained(retained.blocks, retained.marks[:39])  # its last page is copied
+    num_calls = []
+    for _ in range(3):
+        before = harness.driver.num_calls
+        assert harness.cache.preferred_slot(begun.blocks, harness.free_slots()) == 2
+        assert harness.adopt(2, begun, 39)
+        harness.cache.upload()
+        harness.check([retained])
+        harness.release(2)
+        num_calls.append(harness.driver.num_calls - before)
+    assert num_calls[0] > 0
+    assert num_calls[1:] == [0, 0]
+    harness.cache.unretain(retained.blocks)
+    harness.close()
+
+
 def test_slots_with_pages_in_use_elsewhere_are_vacated_before_they_are_needed():
     harness = Harness("virtual", LAYOUTS["aligned"], 60, is_late=True)
     cache, device = harness.cache, harness.device

@@ -23,6 +23,7 @@ from aquifer.engine.slots import STOP_IDS_PER_SLOT
 from aquifer.engine.step_input import SlotAssignment
 from aquifer.errors import RequestError
 from aquifer.llm import LLM
+from aquifer.memory.transfer import Uploads
 
 # --- which tokens can be drawn, and how often ----------------------------------------------
 
@@ -53,12 +54,19 @@ def assign(rows: Sequence[dict[str, Any]]) -> tuple[list[SlotAssignment], Any]:
     return assigned, np.arange(1, len(rows) + 1)
 
 
+def take(sampler: Sampler, assigned: list[SlotAssignment]) -> None:
+    """Have a sampler take the parameters of sequences."""
+    uploads = Uploads(torch.device("cpu"))
+    sampler.assign(assigned, uploads)
+    uploads.send()
+
+
 def make_sampler(
     assigned: list[SlotAssignment], vocab_size: int, num_more: int = 0
 ) -> tuple[Sampler, Any]:
     """A sampler, and the number of tokens of each sequence, `num_more` positions on."""
     sampler = Sampler(len(assigned), vocab_size, torch.device("cpu"))
-    sampler.assign(assigned)
+    take(sampler, assigned)
     return sampler, np.array([len(one.token_ids) + num_more for one in assigned])
 
 
@@ -244,7 +252,7 @@ def test_rows_of_counts_are_shared_out() -> None:
         ]
         assigned, _ = assign(rows)
         assigned = [replace(a, slot=slot) for a, slot in zip(assigned, slots.tolist(), strict=True)]
-        sampler.assign(assigned)
+        take(sampler, assigned)
         for one, row in zip(assigned, rows, strict=True):
             expected.pop(one.slot, None)
             if one.params.has_penalties:

@@ -126,7 +126,7 @@ class SharedPages:
     def _num_blocks(self, pages: Sequence[Page]) -> int:
         if not self._range.has_large:
             return len(pages)
-        return sum(map(self._range.num_places, pages))
+        return sum(self._range.sizes(pages))
 
     def _by_page(self, blocks: Sequence[int]) -> Iterator[tuple[int, Sequence[Page]]]:
         """(number of its blocks among these, pages), for all pages of these blocks."""

@@ -64,7 +64,7 @@ class SlotCopies:
     @property
     def num_pages(self) -> int:
         """Pages that pending copies read, those of several units counted by unit."""
-        return sum(map(self._tensors.range.num_places, self.pages))
+        return sum(self._tensors.range.sizes(self.pages))
 
     def begin(
         self, slot: int, blocks: Sequence[int], num_bytes: int, begin: int, parent: int | None
@@ -116,7 +116,7 @@ class SlotCopies:
                     sources.append(parent * self._slots.slot_pages + run.start)
             for start, run_pages in shared:
                 residency.alias(first + start, run_pages)
-                undo.callback(residency.give_up, residency.places(first + start, run_pages))
+                undo.callback(self._give_up, first + start, run_pages)
                 left.pop(0)
             undo.pop_all()
         if follows_copy:
@@ -147,15 +147,20 @@ class SlotCopies:
         self._shared.end_use(copied)
         self._residency.release(copied)
 
+    def _give_up(self, index: int, pages: Sequence[Page]) -> None:
+        """Give up pages that follow each other from an index on."""
+        self._residency.give_up(self._residency.places(index, pages))
+
     def _open_window(self, page: Page, undo: ExitStack) -> int:
         """Map a page where a copy can read it until the next `launch`; returns the index."""
         if page in self._open_windows:
             return self._open_windows[page]
-        while True:
+        # The window of its last copy, if it is mapped there still.
+        left = (i for i in self._residency.left_with(page) if i >= self._first_window)
+        index = next(left, -1)
+        while index < 0 or index in self._open_windows.values():
             index = self._first_window + self._next_window * self._slots.units
             self._next_window = (self._next_window + 1) % self._num_windows
-            if index not in self._open_windows.values():
-                break
         with ExitStack() as undo_hold:
             self._residency.share([page])
             undo_hold.callback(self._residency.release, [page])
@@ -190,9 +195,11 @@ def runs_of(
         block = blocks[place - begin]
         page = range_.page_of(block)
         offset, size = block - page, range_.num_places(page)
-        units = range(block, block + min(end - place, size - offset))
-        there = blocks[place - begin : place - begin + len(units)]
-        stop = place + (len(units) if are_equal(there, units) else num_equal(there, units))
+        stop = place + 1
+        if size > 1:
+            units = range(block, block + min(end - place, size - offset))
+            there = blocks[place - begin : place - begin + len(units)]
+            stop = place + (len(units) if are_equal(there, units) else num_equal(there, units))
         if stop - place == size and stop <= num_whole:
             if not run:
                 run = []

@@ -21,7 +21,7 @@ from aquifer.engine.sample_graphs import CAPTURED_MODES, SampleGraphs
 from aquifer.engine.sampler import SamplingMode
 from aquifer.kernels import compiled_together
 from aquifer.kernels.capture import GraphPool
-from aquifer.memory.transfer import upload, upload_into
+from aquifer.memory.transfer import Uploads, upload, upload_into
 
 LONG_STEP_S = 0.05
 """Steps that take longer than this on the device are not captured: launching their kernels one by
@@ -119,22 +119,24 @@ class CapturedSteps:
         """The captured number of tokens for a step of this many; None if there is none."""
         return self._chunks.size_of(num_tokens)
 
-    def decode(self, slots: IntArray, sampled_slots: IntArray) -> None:
+    def decode(self, slots: IntArray, sampled_slots: IntArray, uploads: Uploads) -> None:
         """Run a step of one token for each sequence, up to the hidden states.
 
-        Nothing is copied to the device if the same slots ran before.
+        The slots are not copied to the device if the same ones ran before.
 
         Args:
             slots: [n].
             sampled_slots: [n], the same but -1 for rows that `sample` is to leave alone.
+            uploads: what else the step needs on the device.
         """
         size = padded_size(len(slots))
         padded = np.full((2, size), -1, np.int64)
         padded[0, : len(slots)] = slots
         padded[1, : len(slots)] = sampled_slots
         if not np.array_equal(padded, self._uploaded[:, :size]):
-            self._buffers.inputs[:2, :size].copy_(upload(padded, self._device))
-            self._uploaded[:, :size] = padded  # only now: the upload may fail
+            uploads.add(padded, self._buffers.inputs[:2, :size].copy_)
+        uploads.send()
+        self._uploaded[:, :size] = padded  # only now: the upload may fail
         self._decodes.run(size)
 
     def run_chunks(

@@ -124,16 +124,17 @@ def _token_array(token_ids: list[int], vocab_size: int, param: str | None) -> np
         RequestError: one of them is outside of the vocabulary, or no whole number.
     """
     try:
-        ids = np.asarray(array("i", token_ids), np.int32)  # numpy alone takes twice as long
-    except OverflowError:
-        ids = np.array([-1], np.int32)
+        # As unsigned numbers, in a third of the time that numpy alone or signed ones take.
+        ids = np.asarray(array("I", token_ids), np.uint32)
+    except OverflowError:  # one is negative, or too large
+        ids = np.array([vocab_size], np.uint32)
     except TypeError:
         raise RequestError("token ids must be whole numbers", param=param) from None
-    if len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
+    if len(ids) and ids.max() >= vocab_size:
         outside = next(i for i in token_ids if not 0 <= i < vocab_size)
         raise RequestError(
             f"token id {outside} is outside of the vocabulary: this model has {vocab_size} tokens, "
             "numbered from 0",
             param=param,
         )
-    return ids
+    return ids.view(np.int32)

@@ -305,13 +305,16 @@ class Engine(ModelControl):
         plan = self._scheduler.plan()
         try:
             if plan is not None:
-                self._stocker.wake()
                 self.on_launch(plan.model, plan.spans.num_tokens)
                 host = self._models[plan.model]
                 self._steps.launch(plan, host, host.prefill_cost)
         finally:
             self._deliver_failed()
+        # What the planning has left to other threads, which would keep the step from its launch.
+        if self.pool.mapper is not None:
+            self.pool.mapper.begin()
         if plan is not None:
+            self._stocker.wake()
             self._account_overhead()
         # Without another step to launch, nothing is left in flight.
         if len(self._steps) > (0 if plan is None else self.num_ahead):

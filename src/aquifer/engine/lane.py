@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import collections.abc
 import sys
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -118,14 +119,14 @@ class Lane:
             return None
         return self.forecaster.forecast(group.outlook)
 
-    def assign_slot(self, sequence: Sequence, blocks: Iterable[int] = ()) -> int:
+    def assign_slot(self, sequence: Sequence, blocks: collections.abc.Sequence[int] = ()) -> int:
         """Give a waiting sequence a slot, and tell the cache its length.
 
         Args:
             sequence: the sequence.
             blocks: blocks that it will adopt.
         """
-        preferred = self.cache.preferred_slot(tuple(blocks), self.slots.free)
+        preferred = self.cache.preferred_slot(blocks, self.slots.free)
         slot = self.slots.assign(sequence, preferred)
         group = sequence.group
         self.forecasts.set(slot, self.forecast(group))

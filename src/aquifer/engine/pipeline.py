@@ -21,8 +21,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-import numpy as np
-
 from aquifer.engine.costs import PrefillCost
 from aquifer.engine.in_flight import InFlight
 from aquifer.engine.outputs import TokenOutput
@@ -127,9 +125,9 @@ class Pipeline:
         num_decodes, spans = step.plan.num_decodes, step.plan.spans
         num_prompt = spans.num_tokens - num_decodes
         if num_prompt > 10 * num_decodes:
-            counts = spans.counts[num_decodes:]
-            first_token = float(np.average(spans.starts[num_decodes:], weights=counts))
-            step.cost.observe(first_token, num_prompt, seconds)
+            # Each token counts, and a span's tokens begin where it does.
+            starts, counts = spans.starts[num_decodes:], spans.counts[num_decodes:]
+            step.cost.observe(float(starts @ counts) / num_prompt, num_prompt, seconds)
 
     def _drop(self, plans: list[StepInput], error: BaseException) -> None:
         """Drop the latest plans, because the first of them failed.

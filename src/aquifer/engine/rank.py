@@ -125,8 +125,8 @@ class _Rank:
                 self._open.models[op.model].warm_up(op)
             case LaunchStep(step, num_threads):
                 torch.set_num_threads(num_threads)
-                self._open.wake()
                 self._open.models[step.model].runner.launch(step)
+                self._open.wake()
             case TakeSwapMemory():
                 self._open.swap_memory.begin()
             case RemoveModel(model):
@@ -236,7 +236,9 @@ class _RankPool:
         self.models[model].kv.execute(ops, self.swap_memory)
 
     def wake(self) -> None:
-        """Have pages created ahead of need, while a step runs."""
+        """Have pages created and mapped ahead of need, while a step runs."""
+        if self._pool.mapper is not None:
+            self._pool.mapper.begin()
         self._stocker.wake()
 
     def remove(self, model: str) -> None:

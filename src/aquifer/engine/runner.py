@@ -27,7 +27,7 @@ from aquifer.engine.step_input import SlotAssignment, StepInput
 from aquifer.engine.warm_up import WarmUp
 from aquifer.kernels.step import advance, decode_inputs
 from aquifer.memory.driver.base import Driver
-from aquifer.memory.transfer import download, upload
+from aquifer.memory.transfer import Uploads, download, upload
 from aquifer.models import Model, ModelInput, Wanted
 from aquifer.models.collectives import ALONE, Collectives
 
@@ -45,6 +45,15 @@ class _Columns:
         self.least_context = column()  # of `ModelInput.context_lengths`
         self.num_computed = column()  # tokens in the cache: the position of the next
         self.last_token = column()  # the token that was sampled last
+
+    def write_least_context(self, rows: torch.Tensor) -> None:
+        """Overwrite what [2, n] says: slots, and their `least_context`."""
+        self.least_context.index_copy_(0, rows[0], rows[1])
+
+    def write_inputs(self, rows: torch.Tensor) -> None:
+        """Overwrite what [3, n] says: slots, their `num_computed`, their `last_token`."""
+        self.num_computed.index_copy_(0, rows[0], rows[1])
+        self.last_token.index_copy_(0, rows[0], rows[2])
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +193,10 @@ class Runner:
     @torch.inference_mode()
     def launch(self, step: StepInput) -> InFlight:
         """Launch a step: write its KV, and sample for the sequences that are due."""
+        uploads = Uploads(self._device)
         if step.assigned:
-            self._assign(step.assigned)
-        scores = self._run(step)
+            self._assign(step.assigned, uploads)
+        scores = self._run(step, uploads)
         reported, logprobs = _NO_ROWS, None
         if scores.extras.shape[1]:
             reported, logprobs = self._sample_extras(scores)
@@ -194,36 +204,39 @@ class Runner:
         fence = self._driver.fence()  # after the last copy to the host
         return InFlight(step.most_new, token_ids, fence, reported, logprobs, scores.prompt_logprobs)
 
-    def _assign(self, assigned: tuple[SlotAssignment, ...]) -> None:
-        self._sampler.assign(assigned)
+    def _assign(self, assigned: tuple[SlotAssignment, ...], uploads: Uploads) -> None:
+        self._sampler.assign(assigned, uploads)
         slots = np.array([one.slot for one in assigned], np.int64)
         self._reports_prompt[slots] = [one.num_prompt_logprobs is not None for one in assigned]
         least = np.array([one.least_context_tokens for one in assigned], np.int64)
         if not np.array_equal(least, self._least_context[slots]):  # of most models, all are 0
             self._least_context[slots] = least
-            on_device = upload(np.stack((slots, least)), self._device)
-            self._columns.least_context[on_device[0]] = on_device[1]
+            uploads.add(np.stack((slots, least)), self._columns.write_least_context)
 
     # --- forward -----------------------------------------------------------------------------
 
-    def _run(self, step: StepInput) -> _Scores:
+    def _run(self, step: StepInput, uploads: Uploads) -> _Scores:
         """Run a step up to its logits, and sample the rows without extras."""
         captured, spans = self._captured, step.spans
+        if captured is not None and step.num_single == len(step.sampled) == len(spans.slots):
+            return self._run_decodes(captured, step, uploads)
+        uploads.send()
         if captured is None:
             return self._forward(step)
-        if step.num_single == len(step.sampled) == len(spans.slots):
-            return self._run_decodes(captured, step)
         is_captured = captured.chunk_size(spans.num_tokens) is not None
         if not is_captured or self._reports_prompt[spans.slots].any():
             return self._forward(step)
         return self._run_chunks(captured, step)
 
-    def _run_decodes(self, captured: CapturedSteps, step: StepInput) -> _Scores:
+    def _run_decodes(self, captured: CapturedSteps, step: StepInput, uploads: Uploads) -> _Scores:
         """Run a step in which each span is one token, and all are sampled, as captured graphs."""
         slots, ends = step.spans.slots, step.spans.starts + 1
-        self._set_inputs(step)
+        first = step.num_decodes
+        if first < len(slots):  # tokens that the device did not sample: of beams, cached prompts
+            inputs = np.stack((slots[first:], step.spans.starts[first:], step.token_ids[first:]))
+            uploads.add(inputs, self._columns.write_inputs)
         extras, others, mode = self._split(slots, ends)
-        captured.decode(slots, others)
+        captured.decode(slots, others, uploads)
         logits, token_ids = captured.sample_decoded(len(slots), mode)
         return _Scores(logits, token_ids, extras)
 
@@ -247,17 +260,6 @@ class Runner:
             return _Scores(None, self._buffers.token_ids[:0], extras)
         logits, out = captured.sample_chunks(slots, others, ends, mode)
         return _Scores(logits, out, extras)
-
-    def _set_inputs(self, step: StepInput) -> None:
-        """Send input tokens that the device did not sample: of beams and of cached prompts."""
-        first = step.num_decodes
-        slots, starts = step.spans.slots[first:], step.spans.starts[first:]
-        if not len(slots):
-            return
-        inputs = np.stack((slots, starts, step.token_ids[first:]))
-        on_device, num_computed, last_token = upload(inputs, self._device)
-        self._columns.num_computed[on_device] = num_computed
-        self._columns.last_token[on_device] = last_token
 
     def _steps_of(self, model: Model) -> Steps:
         """The steps that are captured, by this model."""

@@ -23,7 +23,7 @@ from aquifer.engine.params import SamplingParams
 from aquifer.engine.step_input import SlotAssignment
 from aquifer.kernels.sampling import Variant, sample
 from aquifer.kernels.sampling_columns import SamplingColumns, write_counts
-from aquifer.memory.transfer import download, upload
+from aquifer.memory.transfer import Uploads, download, upload
 
 
 class SamplingMode(IntEnum):
@@ -82,10 +82,14 @@ class Sampler:
         self._counts_row = np.full(num_rows, -1, np.int64)
         self._free_rows: list[int] = []
 
-    def assign(self, assigned: Sequence[SlotAssignment]) -> None:
+    def assign(self, assigned: Sequence[SlotAssignment], uploads: Uploads) -> None:
         """Store the parameters of sequences that got a slot.
 
         It may replace the counts of `columns`, so steps with penalties cannot be captured.
+
+        Args:
+            assigned: the slots, and the parameters of their sequences.
+            uploads: bring the parameters to the device, to be sent before the slots are sampled.
         """
         for one in assigned:
             self._assigned[one.slot] = one
@@ -121,15 +125,14 @@ class Sampler:
                 )
             seed = int(np.uint64(one.seed).astype(np.int64))
             ints[:, i] = max(params.top_k, 0), seed, counts_row
-        # One copy for all; two floats are as long as an integer.
-        parts = slots, ints.ravel(), floats.ravel().view(np.int64)
-        on_device = upload(np.concatenate(parts), self._device)
-        device_slots, device_ints, device_floats = on_device.split([len(part) for part in parts])
-        self.columns.write(
-            device_slots,
-            device_floats.view(torch.float32).view(floats.shape),
-            device_ints.view(ints.shape),
-        )
+        # Two floats are as long as an integer.
+        rows = slots[None], ints, floats.reshape(-1).view(np.int64).reshape(3, -1)
+        uploads.add(np.concatenate(rows), self._write)
+
+    def _write(self, rows: torch.Tensor) -> None:
+        """Overwrite columns: [7, n] int64, that is slots, 3 integers, and 6 floats by twos."""
+        floats = rows[4:].reshape(-1).view(torch.float32).view(6, -1)
+        self.columns.write(rows[0], floats, rows[1:4])
 
     def assigned(self, slot: int) -> SlotAssignment:
         """The assignment of a slot's present sequence."""

@@ -7,6 +7,9 @@ lock, so that they run beside the loop and not in turn with it.
 
 The thread calls the driver and nothing else: who has which page is written by the loop alone, when
 it hands out the work and when it takes it back.
+
+It begins when the step is launched. Before that it would take the interpreter's lock, and the
+driver's, from the thread that the step waits for.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ Piece = tuple[int, Sequence[Page]]
 
 
 class BackgroundMapper:
-    """Maps pages in a thread of its own, in the order of the calls.
+    """Maps pages in a thread of its own, in the order in which they were submitted.
 
     Args:
         pages: the device's pages.
@@ -33,17 +36,37 @@ class BackgroundMapper:
         self._thread = ThreadPoolExecutor(
             1, "aquifer-page-mapper", initializer=pages.enter_background
         )
+        self._submitted: list[tuple[Future[None], Sequence[Piece]]] = []  # and not begun
 
     def submit(self, pieces: Sequence[Piece]) -> Future[None]:
-        """Begin to map pages; the future's error is a `DriverError`, and then none is mapped.
+        """Map pages after the next `begin`; the future's error is a `DriverError`, and then none is
+        mapped.
 
         Pre-condition: the addresses stay reserved and the pages in use until the future is done.
         """
-        return self._thread.submit(self._map, pieces)
+        future: Future[None] = Future()
+        self._submitted.append((future, pieces))
+        return future
+
+    def begin(self) -> None:
+        """Begin with what was submitted. To be called before any of these futures is waited for."""
+        if self._submitted:
+            submitted, self._submitted = self._submitted, []
+            self._thread.submit(self._map_all, submitted)
 
     def close(self) -> None:
         """Finish what was submitted, and end the thread."""
+        self.begin()
         self._thread.shutdown()
+
+    def _map_all(self, submitted: Sequence[tuple[Future[None], Sequence[Piece]]]) -> None:
+        for future, pieces in submitted:
+            try:
+                self._map(pieces)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
 
     def _map(self, pieces: Sequence[Piece]) -> None:
         done: list[Piece] = []

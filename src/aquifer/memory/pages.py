@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from itertools import repeat
 from typing import NewType
 
 from aquifer.errors import InvariantError
@@ -85,6 +86,10 @@ class PageTable:
     def num_units(self, page: Page) -> int:
         """Units of a page: numbers from its own on."""
         return self._units.get(page, 1)
+
+    def all_units(self, pages: Sequence[Page]) -> list[int]:
+        """`num_units` of each page."""
+        return list(map(self._units.get, pages, repeat(1)))
 
     def page_of(self, number: int) -> Page:
         """The page that has a unit of this number."""

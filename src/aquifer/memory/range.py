@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import groupby
 from operator import add, sub
 from typing import TYPE_CHECKING, cast
 
@@ -53,6 +52,8 @@ class VirtualRange:
         # The number of the page or unit at each index, less the index: equal where both ascend
         # together.
         self._offsets: Records[int] = Records()
+        # The units of the page at each index, where it has several.
+        self._units: Records[int] = Records()
 
     @property
     def pages(self) -> Mapping[int, Page]:
@@ -107,6 +108,7 @@ class VirtualRange:
             self._offsets.put(index, pages[0] - index)
         elif size > 1:
             self._has_large = True
+            self._units.fill(range(index, index + len(pages) * size), size)
             for first, page in zip(range(index, self.num_pages, size), pages, strict=False):
                 self._offsets.fill(range(first, first + size), page - first)
         elif isinstance(pages, range):
@@ -120,35 +122,35 @@ class VirtualRange:
         """Indices that a page takes."""
         return self._table.num_units(page) if self._has_units else 1
 
+    def sizes(self, pages: Sequence[Page]) -> list[int]:
+        """Indices that each page takes."""
+        return self._table.all_units(pages) if self._has_units else [1] * len(pages)
+
     def places(self, indices: range) -> Sequence[int]:
         """The places of the pages at these indices, where pages may take several.
 
-        Pre-condition: no page lies at one of these indices and at another that is not among them.
+        Pre-condition: each of these indices has a page, which lies at no others.
         """
         if not self._has_large:
             return indices
         found: list[int] = []
-        index = indices.start
-        while index < indices.stop:
-            found.append(index)
-            index += self.num_places(self.page(index))
+        for units, run in self._units.stretches(indices):
+            found += run[:: units or 1]
         return found if len(found) < len(indices) else indices
 
     def sizes_at(self, indices: range) -> dict[int, int]:
         """The places of the pages that lie at any of these indices, which may have none, and how
         many indices each takes."""
         found: dict[int, int] = {}
-        offsets = self._offsets.values_of(indices)
-        start, index, stop = indices.start, indices.start, indices.stop
-        while index < stop:
-            offset = offsets[index - start]
-            if offset is None:
-                index += 1
-                continue
-            page = self.page_of(index + offset)
-            size = self.num_places(page)
-            found[page - offset] = size
-            index = page - offset + size
+        for units, run in self._units.stretches(indices):
+            if units is None:
+                offsets = self._offsets.values_of(run)
+                found.update(
+                    (i, 1) for i, offset in zip(run, offsets, strict=True) if offset is not None
+                )
+            else:  # the first of these pages may begin before
+                first = run[0] - self.page(run[0]) % units
+                found.update(dict.fromkeys(range(first, run[-1] + 1, units), units))
         return found
 
     def page(self, index: int) -> Page:
@@ -185,15 +187,11 @@ class VirtualRange:
         The caller still holds its references to them. Neighbours are unmapped by one call.
         """
         pages = self.pages_at(indices)
-        if self._has_large:
-            for start, end, size in self._size_runs(pages):
-                for place in indices[start:end] if size > 1 else ():
-                    self._table.unmap_places(self._address(place), size * self.page_bytes, 1)
-                    self._offsets.fill(range(place, place + size), None)
-                if size == 1:
-                    self._unmap_small(indices[start:end])
-        else:
-            self._unmap_small(indices)
+        if not self._has_large:
+            self._unmap(indices, 1)
+            return pages
+        for units, run in list(self._units.stretches(indices)):
+            self._unmap(run, units or 1)
         return pages
 
     def tensor(
@@ -241,18 +239,15 @@ class VirtualRange:
     def _address(self, index: int) -> int:
         return self.address + index * self.page_bytes
 
-    def _unmap_small(self, indices: Sequence[int]) -> None:
-        for start, end in runs(indices):
-            self._table.unmap_places(self._address(indices[start]), self.page_bytes, end - start)
-            self._offsets.fill(indices[start:end], None)
-
-    def _size_runs(self, pages: Sequence[Page]) -> Iterator[tuple[int, int, int]]:
-        """(start, end, indices of each) of stretches of pages of one size."""
-        start = 0
-        for size, group in groupby(map(self.num_places, pages)):
-            end = start + sum(1 for _ in group)
-            yield start, end, size
-            start = end
+    def _unmap(self, places: Sequence[int], size: int) -> None:
+        """Unmap the pages at these places, each of which takes `size` indices."""
+        for start, end in runs(places, size):
+            count, address = end - start, self._address(places[start])
+            self._table.unmap_places(address, size * self.page_bytes, count)
+            indices = range(places[start], places[start] + count * size)
+            self._offsets.fill(indices, None)
+            if size > 1:
+                self._units.fill(indices, None)
 
     @cached_property
     def _flat(self) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any, Generic, TypeVar
 
 N = TypeVar("N", bound=int)
@@ -16,6 +16,7 @@ _FEW = 8
 """Numbers up to which a loop is faster than slices of lists."""
 
 _NONE_YET: Any = object()
+_NO_RECORDS: Any = [None] * _CHUNK  # read-only
 
 
 class Records(Generic[R]):
@@ -59,7 +60,7 @@ class Records(Generic[R]):
     def values_of(self, numbers: Sequence[int]) -> list[R | None]:
         """The record of each number, or None."""
         if not isinstance(numbers, range) or not numbers:
-            return list(map(self.get, numbers))
+            return self._values_of_each(numbers)
         found: list[R | None] = []
         for part in _pieces(numbers):
             first = part[0] if part.step == 1 else part[-1]
@@ -67,6 +68,20 @@ class Records(Generic[R]):
             chunk = self._chunks.get(first - place)
             records = [None] * count if chunk is None else chunk[place : place + count]
             found += records if part.step == 1 else records[::-1]
+        return found
+
+    def _values_of_each(self, numbers: Sequence[int]) -> list[R | None]:
+        """`values_of`, number by number."""
+        found: list[R | None] = []
+        chunk: list[R | None] = []
+        first = size = 0
+        for number in numbers:
+            place = number - first
+            if not 0 <= place < size:
+                first, size = number & -_CHUNK, _CHUNK
+                chunk = self._chunks.get(first, _NO_RECORDS)
+                place = number - first
+            found.append(chunk[place])
         return found
 
     def stretches(self, numbers: Sequence[N]) -> Iterator[tuple[R | None, Sequence[N]]]:
@@ -240,10 +255,10 @@ def _equal_runs(records: list[Any]) -> Iterator[tuple[int, int]]:
         yield start, start + count
         start += count
         rest = rest[count:]
-    for end in range(start + 1, len(records) + 1):
-        if end == len(records) or records[end] != records[start]:
-            yield start, end
-            start = end
+    for _, group in groupby(rest):
+        end = start + len(list(group))
+        yield start, end
+        start = end
 
 
 def _pieces(numbers: range) -> Sequence[range]:

@@ -145,9 +145,9 @@ class Residency:
                 for stretch in filter(None, stretches):
                     fitting = stretch[::units]
                     sizes = retired.sizes_at(self.range, stretch).items()
-                    retired.vacate(
-                        self.range, [i for i, size in sizes if size != units or i not in fitting]
-                    )
+                    others = [i for i, size in sizes if size != units or i not in fitting]
+                    if others:
+                        retired.vacate(self.range, others)
             taken = retired.reuse(self.range, join(places))
             missing = _without(places, taken)
         is_done = False
@@ -166,9 +166,10 @@ class Residency:
     def populate_later(
         self, stretches: Sequence[range], when_settled: Callable[[], None] | None = None
     ) -> PendingPages | None:
-        """Begin to put pages under these places, in the pool's background thread.
+        """Put pages under these places, in the pool's background thread.
 
-        It makes no call of the driver, and is for places where nothing was given up.
+        The thread begins after the next `BackgroundMapper.begin`. The call itself makes none of the
+        driver, and is for places where nothing was given up.
 
         Args:
             stretches: indices without a page.
@@ -191,7 +192,9 @@ class Residency:
 
     def settle(self, pending: PendingPages) -> bool:
         """Wait until pages are mapped, and note them; False if the device refused them."""
+        assert self._pool.mapper is not None, "it has begun to map them"
         try:
+            self._pool.mapper.begin()
             pending.future.result()
         except DriverError:
             self._pool.release([page for _, run in pending.pieces for page in run])
@@ -223,7 +226,8 @@ class Residency:
             if self.range.has_large and places:
                 end = places[-1] + self.range.num_places(pages[-1])
                 there = retired.sizes_at(self.range, range(index, end))
-                retired.vacate(self.range, list(there.keys() - set(places)))
+                if others := there.keys() - set(places):
+                    retired.vacate(self.range, list(others))
             taken = retired.reuse_pages(self.range, places, pages)
             reused = pages
             if len(taken) < len(pages):
@@ -282,8 +286,7 @@ class Residency:
         """The places of pages that follow each other from an index on."""
         if not self.range.has_large:
             return range(index, index + len(pages))
-        sizes = map(self.range.num_places, pages)
-        return list(accumulate(sizes, initial=index))[:-1]
+        return list(accumulate(self.range.sizes(pages), initial=index))[:-1]
 
     def left_at(self, indices: range) -> dict[int, int]:
         """The places at these indices that were given up and still have their page, and how many

@@ -54,14 +54,15 @@ class PageStocker:
 
     def start(self) -> None:
         """Begin; nothing is created before the first `wake`."""
-        self._pool.retired.on_retire = self.wake
+        self._pool.retired.on_retire = self._wake_to_collect
         self._thread.start()
 
     def wake(self) -> None:
         """Let the thread run if pages are missing in stock, or retired ones are wanted.
 
-        To be called whenever pages may have been taken. It is checked here, because a thread that
-        finds nothing to do still takes the interpreter's lock from the caller in the meantime.
+        To be called whenever pages may have been taken, and no step waits to be launched: the
+        thread takes the interpreter's lock from the caller. So it is checked here whether there is
+        anything to do.
         """
         if self._pool.num_to_stock(self._target_bytes) or self._has_to_collect:
             self._wanted.set()
@@ -92,6 +93,11 @@ class PageStocker:
             retired = self._pool.retired
             while not self._closing and retired.collect(frees_memory=self.wants_retired):
                 pass
+
+    def _wake_to_collect(self) -> None:
+        """Let the thread run if retired pages are wanted, but not to create pages."""
+        if self._has_to_collect:
+            self._wanted.set()
 
     @property
     def _has_to_collect(self) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -23,6 +25,32 @@ def upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 def upload_into(target: torch.Tensor, array: npt.NDArray[Any]) -> None:
     """Copy an array to a tensor of its shape on a device, like `upload`."""
     target.copy_(torch.from_numpy(array).pin_memory(), non_blocking=True)
+
+
+class Uploads:
+    """Small arrays that go to a device together, with one copy, and what is done with them there.
+
+    Args:
+        device: the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._added: list[tuple[npt.NDArray[np.int64], Callable[[torch.Tensor], object]]] = []
+
+    def add(self, array: npt.NDArray[np.int64], use: Callable[[torch.Tensor], object]) -> None:
+        """Copy an array with the next `send`, which then calls `use` with the tensor."""
+        self._added.append((array, use))
+
+    def send(self) -> None:
+        """Copy all arrays that were added, and use them in the order in which they were added."""
+        if not self._added:
+            return
+        added, self._added = self._added, []
+        packed = upload(np.concatenate([array.ravel() for array, _ in added]), self._device)
+        parts = packed.split([array.size for array, _ in added])
+        for (array, use), part in zip(added, parts, strict=True):
+            use(part.view(array.shape))
 
 
 def download(tensor: torch.Tensor) -> torch.Tensor:
