@@ -79,10 +79,10 @@ def test_a_step_that_fails_on_rank_0_ends_the_group(
     engine.add(request(9))
     engine.step()
 
-    def fail(part: object) -> None:
-        raise RuntimeError("no memory for logits")
+    def fail(*partials: object) -> None:
+        raise RuntimeError("no memory for a sum")
 
-    monkeypatch.setattr(ranks.collectives, "joined", fail)
+    monkeypatch.setattr(ranks.collectives, "total", fail)
     with pytest.raises(GroupError, match=r"failed on rank 0 of 2 \(cpu\).*: no memory"):
         run_out(engine)
     engine.close()

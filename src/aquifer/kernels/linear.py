@@ -49,9 +49,6 @@ MAX_NORM_COLUMNS = 16384
 _ROWS_OF_FOUR = (1024, 3072)
 """Columns of a weight of which four rows at once are faster than two, for one token; measured."""
 
-_LINE = 64
-"""Elements that are fetched at a time: 128 bytes of a 16-bit type."""
-
 _EARLY_RELEASE_BYTES = 16 << 20
 """Kernels with a larger weight release their successor late. By measurement, the registers and
 shared memory that the successor's programs occupy then cost more than an early start saves."""
@@ -77,6 +74,9 @@ class Tile:
     num_splits: int = 1  # programs that share a row's columns (split-K); likewise
     tokens: int = 32  # most tokens that a program multiplies by; likewise
 
+
+_SUM_TILE = Tile(4, 2048, 4)
+"""Tiling of two products that are added, by measurement of Falcon-H1-7B (benchmarks/gpu)."""
 
 _VECTOR_TILES = (Tile(2, 1024, 4), Tile(1, 1024, 2), Tile(4, 512, 4), Tile(4, 1024, 8))
 _MATRIX_TILES = (
@@ -137,28 +137,24 @@ def sum_linear(
     other: torch.Tensor,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """Compute x @ weight.T + y @ other.T, rounded once; for few tokens.
+    """Compute x @ weight.T + y @ other.T for one token, rounded once.
+
+    On a GPU it is one kernel, and the norm after it has one tensor to add, not two.
 
     Args:
-        x: [tokens, in].
+        x: [1, in]; the first tile of its weight comes while the kernel waits.
         weight: [out, in], contiguous.
-        y: [tokens, other_in].
+        y: [1, other_in].
         other: [out, other_in], contiguous.
-        tile: as for `linear`; replaces `sum_tile`.
+        tile: replaces the one that was chosen by measurement; for benchmarks and tests.
 
     Returns:
-        [tokens, out], contiguous.
+        [1, out], contiguous.
     """
-    assert len(x) == len(y)
+    assert len(x) == len(y) == 1
     assert len(weight) == len(other)
-    assert x.dtype == y.dtype == weight.dtype == other.dtype
     if runs_triton(x):
-        if tile is None:
-            tile = sum_tile(len(x), len(weight))
-            if len(x) > 1 and (x.dtype == torch.float32 or not x.is_cuda):
-                tile = None  # as in `linear`
-        if tile is not None:
-            return _tiled(x, weight, None, tile, x.dtype, (y, other))
+        return _vector(x, weight, None, tile or _SUM_TILE, x.dtype, (y, other), gated=False)
     return (linear(x, weight, None).float() + linear(y, other, None).float()).to(x.dtype)
 
 
@@ -284,15 +280,6 @@ def best_tile(shape: Shape) -> Tile | None:
     return Tile(64, 128, 4, num_stages, min(num_splits, -(-shape.in_ // 128)))
 
 
-def sum_tile(num_tokens: int, num_out: int) -> Tile | None:
-    """Return the tile that `sum_linear` uses on a GPU; None for two products by cuBLAS."""
-    if num_tokens == 1:
-        return Tile(4, 512, 4)
-    if num_tokens > MAX_TILE_TOKENS:
-        return None
-    return Tile(64, 128, 4, 4, 4 if num_out <= 4096 else 2)
-
-
 def norm_tile(num_in: int) -> Tile:
     """Tile of whole rows, so that the norm stays in registers: 16 KiB at 16 bits, or one row."""
     columns = pow2(num_in, MIN_DOT)
@@ -362,15 +349,11 @@ def _tiled(
     bias: torch.Tensor | None,
     tile: Tile,
     out_dtype: torch.dtype,
-    added: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Run the kernel for one token, or the one for several.
-
-    `added` are input and weight of a second product, which is added to the first.
-    """
+    """Run the kernel for one token, or the one for several."""
     num_tokens, num_in = x.shape
     if num_tokens == 1:
-        return _vector(x, weight, bias, tile, out_dtype, added, gated=False)
+        return _vector(x, weight, bias, tile, out_dtype, gated=False)
     num_out = len(weight)
     assert weight.shape == (num_out, num_in)
     assert weight.is_contiguous()
@@ -388,20 +371,11 @@ def _tiled(
         )
         counters = _atomic_counters(x.device)[lane()]
         assert num_tiles * num_parts <= len(counters), f"{num_out} rows are too many for {tile}"
-    y, other = (None, None) if added is None else added
-    num_other = 0
-    if y is not None and other is not None:
-        num_other = y.shape[1]
-        assert other.shape == (num_out, num_other)
-        assert other.is_contiguous()
-        assert y.stride(1) == 1
     _matrix_kernel[(num_tiles, tile.num_splits, num_parts)](
-        x, weight, y, other, bias, out, partials, counters, num_tokens, num_out, num_in, num_other,
-        x.stride(0), 0 if y is None else y.stride(0),
+        x, weight, bias, out, partials, counters, num_tokens, num_out, num_in, x.stride(0),
         tokens=tokens, rows=tile.rows, columns=tile.columns, splits=tile.num_splits,
-        has_bias=bias is not None, has_other=y is not None,
-        even=num_in % tile.columns == 0 and num_other % tile.columns == 0,
-        releases_early=num_out * (num_in + num_other) * weight.itemsize <= _EARLY_RELEASE_BYTES,
+        has_bias=bias is not None, even=num_in % tile.columns == 0,
+        releases_early=weight.numel() * weight.itemsize <= _EARLY_RELEASE_BYTES,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **launch_options(x.device),
     )  # fmt: skip
     return out
@@ -430,13 +404,22 @@ def _vector(
     *,
     gated: bool,
 ) -> torch.Tensor:
-    """Run the kernel for one token; `gated`: x is [1, 2 in], and the activation is fused."""
+    """Run the kernel for one token.
+
+    Args:
+        x: [1, in].
+        weight: [out, in].
+        bias: [out] or None.
+        tile: the tiling.
+        out_dtype: dtype of the result.
+        added: input and weight of a second product, which is added.
+        gated: x is [1, 2 in], and the activation is fused.
+    """
     num_out, num_in = weight.shape
     assert x.shape == (1, 2 * num_in if gated else num_in)
     assert weight.is_contiguous()
     assert x.stride(1) == 1
     assert x.dtype == weight.dtype
-    out = x.new_empty(1, num_out, dtype=out_dtype)
     y, other = (None, None) if added is None else added
     num_other = 0
     if y is not None and other is not None:
@@ -444,10 +427,12 @@ def _vector(
         assert other.shape == (num_out, num_other)
         assert other.is_contiguous()
         assert y.stride(1) == 1
+        assert x.dtype == y.dtype == other.dtype
+    out = x.new_empty(1, num_out, dtype=out_dtype)
     _vector_kernel[(-(-num_out // tile.rows),)](
         x, weight, y, other, bias, out, num_out,
-        num_in=num_in, num_other=num_other, lines_pow2=pow2(max(num_in, num_other)) // _LINE,
-        line=_LINE, rows=tile.rows, columns=tile.columns, gated=gated, has_bias=bias is not None,
+        num_in=num_in, num_other=num_other, rows=tile.rows, columns=tile.columns, gated=gated,
+        has_bias=bias is not None,
         num_warps=tile.num_warps, **launch_options(x.device),
     )  # fmt: skip
     return out
@@ -464,19 +449,13 @@ def _vector_kernel(
     num_out: tensor,
     num_in: constexpr,
     num_other: constexpr,
-    lines_pow2: constexpr,
-    line: constexpr,
     rows: constexpr,
     columns: constexpr,
     gated: constexpr,
     has_bias: constexpr,
     overlaps: constexpr,
 ) -> None:
-    """Each program handles `rows` rows of the weight, and prefetches one tile.
-
-    Of two products, all of both weights is fetched into the L2 cache: what they wait for takes
-    long.
-    """
+    """Each program handles `rows` rows of the weight, and prefetches one tile."""
     row = tl.program_id(0) * rows + tl.arange(0, rows)
     # Two dimensions from the start: the compiler then assigns the same columns of both factors to
     # a thread, and nothing goes through shared memory.
@@ -484,11 +463,6 @@ def _vector_kernel(
     inside = row < num_out
     weight_rows = weight + row.to(tl.int64)[:, None] * num_in
     w = _weight_tile(weight_rows, column, inside, num_in, columns)
-    if num_other > 0:
-        other_rows = other + row.to(tl.int64)[:, None] * num_other
-        if overlaps:
-            _prefetch_rows(weight_rows, inside, num_in, lines_pow2, line)
-            _prefetch_rows(other_rows, inside, num_other, lines_pow2, line)
     await_predecessor(overlaps)
     release_successor(overlaps)
     v = _input_tile(x, column, num_in, gated)
@@ -499,43 +473,14 @@ def _vector_kernel(
         w = next_w
         v = _input_tile(x, start + column, num_in, gated)
     if num_other > 0:
-        next_w = _weight_tile(other_rows, column, inside, num_other, columns)
-        sums += w.to(tl.float32) * v
-        w = next_w
-        v = _input_tile(y, column, num_other, False)
-        for start in range(columns, num_other, columns):
+        other_rows = other + row.to(tl.int64)[:, None] * num_other
+        for start in range(0, num_other, columns):
             next_w = _weight_tile(other_rows, start + column, inside, num_other, columns)
             sums += w.to(tl.float32) * v
             w = next_w
             v = _input_tile(y, start + column, num_other, False)
     sums += w.to(tl.float32) * v
     _store_rows(out, bias, tl.sum(sums, axis=1), row, inside, has_bias)
-
-
-@jit
-def _prefetch_rows(
-    weight_rows: tensor,
-    inside: tensor,
-    num_in: constexpr,
-    lines_pow2: constexpr,
-    line: constexpr,
-) -> None:
-    """Begin to fetch rows of a weight, `line` elements at a time, into the L2 cache."""
-    place = tl.arange(0, lines_pow2)[None, :] * line
-    wanted = inside[:, None] & (place < num_in)
-    tl.inline_asm_elementwise(
-        """{
-            .reg .pred wanted;
-            setp.ne.b32 wanted, $2, 0;
-            @wanted prefetch.global.L2 [$1];
-            mov.b32 $0, 0;
-        }""",
-        "=r,l,r",
-        [weight_rows + place, wanted.to(tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @jit
@@ -621,8 +566,6 @@ def _norm_vector_kernel(
 def _matrix_kernel(
     x: tensor,
     weight: tensor,
-    y: tensor,
-    other: tensor,
     bias: tensor,
     out: tensor,
     partials: tensor,
@@ -630,15 +573,12 @@ def _matrix_kernel(
     num_tokens: tensor,
     num_out: tensor,
     num_in: tensor,
-    num_other: tensor,
     x_stride: tensor,
-    y_stride: tensor,
     tokens: constexpr,
     rows: constexpr,
     columns: constexpr,
     splits: constexpr,
     has_bias: constexpr,
-    has_other: constexpr,
     even: constexpr,
     releases_early: constexpr,
     overlaps: constexpr,
@@ -653,19 +593,25 @@ def _matrix_kernel(
     column = tl.arange(0, columns)
     inside = (row < num_out)[:, None]
     present = (token < num_tokens)[None, :]
+    weight_tile = weight + row.to(tl.int64)[:, None] * num_in + column[None, :]
+    x_tile = x + token[None, :] * x_stride + column[:, None]
+    # This program's columns are [begin, end).
+    share = tl.cdiv(num_in, splits * columns) * columns
+    begin = tl.program_id(1) * share
+    end = tl.minimum(begin + share, num_in)
     await_predecessor(overlaps)
     if releases_early:
         release_successor(overlaps)
     sums = tl.zeros([rows, tokens], tl.float32)
-    sums = _add_product(
-        sums, x, weight, row, token, column, inside, present, num_in, x_stride,
-        columns, splits, even,
-    )  # fmt: skip
-    if has_other:
-        sums = _add_product(
-            sums, y, other, row, token, column, inside, present, num_other, y_stride,
-            columns, splits, even,
-        )  # fmt: skip
+    for start in range(begin, end, columns):
+        if even:
+            w = tl.load(weight_tile + start, mask=inside, other=0.0)
+            v = tl.load(x_tile + start, mask=present, other=0.0)
+        else:
+            within = start + column < num_in
+            w = tl.load(weight_tile + start, mask=inside & within[None, :], other=0.0)
+            v = tl.load(x_tile + start, mask=present & within[:, None], other=0.0)
+        sums = tl.dot(w, v, sums, input_precision="ieee")
     if not releases_early:
         release_successor(overlaps)
     if splits == 1:
@@ -686,40 +632,6 @@ def _matrix_kernel(
                 sums += tl.load(partials + split * split_size + place, cache_modifier=".cg")
             tl.store(tickets + own_tile, 0)
             _store_tile(out, bias, sums, row, token, num_out, num_tokens, has_bias)
-
-
-@jit
-def _add_product(
-    sums: tensor,
-    x: tensor,
-    weight: tensor,
-    row: tensor,
-    token: tensor,
-    column: tensor,
-    inside: tensor,
-    present: tensor,
-    num_in: tensor,
-    x_stride: tensor,
-    columns: constexpr,
-    splits: constexpr,
-    even: constexpr,
-) -> tensor:
-    """Add this program's share of a product, columns [begin, end), to [rows, tokens]."""
-    weight_tile = weight + row.to(tl.int64)[:, None] * num_in + column[None, :]
-    x_tile = x + token[None, :] * x_stride + column[:, None]
-    share = tl.cdiv(num_in, splits * columns) * columns
-    begin = tl.program_id(1) * share
-    end = tl.minimum(begin + share, num_in)
-    for start in range(begin, end, columns):
-        if even:
-            w = tl.load(weight_tile + start, mask=inside, other=0.0)
-            v = tl.load(x_tile + start, mask=present, other=0.0)
-        else:
-            within = start + column < num_in
-            w = tl.load(weight_tile + start, mask=inside & within[None, :], other=0.0)
-            v = tl.load(x_tile + start, mask=present & within[:, None], other=0.0)
-        sums = tl.dot(w, v, sums, input_precision="ieee")
-    return sums
 
 
 @jit

@@ -14,7 +14,7 @@ from aquifer.kernels.activation import activate, sigmoid_mul
 from aquifer.kernels.alibi import alibi_slopes
 from aquifer.kernels.beside import at_once
 from aquifer.kernels.experts import experts, route
-from aquifer.kernels.linear import MAX_TILE_TOKENS, linear, silu_linear
+from aquifer.kernels.linear import linear, silu_linear
 from aquifer.kernels.norm import NormWeights, add_norm, norm_heads
 from aquifer.kernels.rotary import qk_norm_rope_write
 from aquifer.models.base import ModelInput, Wanted
@@ -243,30 +243,22 @@ class Decoder:
     ) -> tuple[torch.Tensor, ...]:
         """Attention and a mixer of the same input, one after the other or at the same time."""
 
-        device = self._vocabulary.device
         decoding, count = kv.decoding, len(qkv)
+        if decoding is not None and count == 1 and attention.latent is None:
+            mixed, attended = self._beside(layer, attention, mixer, qkv, product, angles, kv)
+            return added_products((mixer.out_proj, mixed), (attention.out, attended))
 
         def mix() -> torch.Tensor:
-            return mixer.finish(mixer.recur(product, kv), product)
+            return mixer.out_proj(mixer.finish(mixer.recur(product, kv), product))
 
         def attend() -> torch.Tensor:
-            return self._attended(layer, attention, qkv, angles, kv)
+            return self._attention(layer, attention, qkv, angles, kv)
 
         # Other ranks would wait for collectives in another order.
-        is_branched = count in _AT_ONCE and self._collectives.size == 1
-        if decoding is not None and count <= MAX_TILE_TOKENS:
-            if count == 1 and attention.latent is None:
-                mixed, attended = self._beside(layer, attention, mixer, qkv, product, angles, kv)
-            elif is_branched:
-                mixed, attended = at_once(mix, attend, device)
-            else:
-                mixed, attended = mix(), attend()
-            return added_products((attention.out, attended), (mixer.out_proj, mixed))
-        if decoding is not None and is_branched:
-            return at_once(lambda: mixer.out_proj(mix()), lambda: attention.out(attend()), device)
+        if decoding is not None and count in _AT_ONCE and self._collectives.size == 1:
+            return at_once(mix, attend, self._vocabulary.device)
         # Captured pieces end with a recurrence and with attention; in this order none is empty.
-        mixed = mixer.out_proj(mix())
-        return mixed, self._attention(layer, attention, qkv, angles, kv)
+        return mix(), attend()
 
     def _beside(
         self,
@@ -280,8 +272,8 @@ class Decoder:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The inputs of a mixer's and attention's last products, for a row that decodes.
 
-        The kernel of attention runs beside that of the recurrence. While they run, the weights of
-        the last products come. Two streams would take longer to part and to meet.
+        The kernel of attention runs beside that of the recurrence. Two streams would take longer to
+        part and to meet.
         """
         query, gate = self._heads_written(layer, attention, qkv, angles, kv)
         attended = query.new_empty(*query.shape[:2], kv.destination(attention.index)[1].shape[-1])
@@ -333,34 +325,19 @@ class Decoder:
     ) -> torch.Tensor:
         """Write KV to the cache and attend: [tokens, rows of the projection] -> [tokens, hidden],
         or of the wanted rows."""
-        if weights.latent is not None or (self._heads is not None and self._heads.has_gate):
-            return weights.out(self._attended(layer, weights, qkv, angles, kv, wanted))
-        query, _ = self._heads_written(layer, weights, qkv, angles, kv)
-        if wanted is not None:
-            query, kv = query[wanted.rows], wanted.kv
-        return kv.attend_linear(weights.index, query, weights.how, weights.out)
-
-    def _attended(
-        self,
-        layer: LayerWeights,
-        weights: AttentionWeights,
-        qkv: torch.Tensor,
-        angles: Sequence[_Angles],
-        kv: KVView,
-        wanted: Wanted | None = None,
-    ) -> torch.Tensor:
-        """The same without the last product: [tokens, columns of the output projection]."""
         if weights.latent is not None:
             cos, sin = (None, None) if layer.layer.rope is None else angles[layer.layer.rope]
             assert cos is not None, "latent attention is rotated"
             assert sin is not None
-            return weights.latent.attend(qkv, cos, sin, kv)
+            return weights.out(weights.latent.attend(qkv, cos, sin, kv))
         query, gate = self._heads_written(layer, weights, qkv, angles, kv)
         if wanted is not None:
             query, kv = query[wanted.rows], wanted.kv
             gate = None if gate is None else gate[wanted.rows]
+        if gate is None:
+            return kv.attend_linear(weights.index, query, weights.how, weights.out)
         attended = kv.attend(weights.index, query, weights.how).flatten(1)
-        return attended if gate is None else sigmoid_mul(attended, gate)
+        return weights.out(sigmoid_mul(attended, gate))
 
     def _heads_written(
         self,

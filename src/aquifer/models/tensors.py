@@ -44,7 +44,7 @@ class Linear:
 def added_products(
     first: tuple[Linear, torch.Tensor], second: tuple[Linear, torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """What two products of few tokens add up to: one tensor, or those of both to be added."""
+    """What two products of one token add up to: one tensor, or those of both to be added."""
     (one, x), (other, y) = first, second
     are_plain = all(each.weight.is_contiguous() and each.bias is None for each in (one, other))
     return (sum_linear(x, one.weight, y, other.weight),) if are_plain else (one(x), other(y))
