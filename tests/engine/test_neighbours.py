@@ -200,3 +200,43 @@ def test_a_model_that_needs_the_room_of_what_is_lent_waits(model: Path, tmp_path
             assert answer(lender, None) == expected
             assert lender.statuses[NAME].resident_bytes < num_bytes
         lender.pool.check()
+
+
+@pytest.mark.parametrize("num_pages", [1, 2])
+def test_a_request_that_needs_the_room_of_what_is_lent_waits(
+    model: Path, tmp_path: Path, num_pages: int
+):
+    """Its model is there and nothing else runs, but its KV has no room beside what is lent: that of
+    its prompt, or of its output."""
+    other = tiny_llama(tmp_path / "other", seed=4)
+    sockets = tmp_path / "s"
+    with closing(Engine.open(config(model, other))) as engine:
+        expected, _ = answer(engine, "other")
+        weight_bytes = sum(status.weight_bytes for status in engine.statuses.values())
+    narrow = replace(
+        config(model, other, neighbours=sockets), memory_bytes=weight_bytes + num_pages * 4096
+    )
+    with closing(Engine.open(narrow)) as lender:
+        assert all(each.resident_bytes == each.weight_bytes for each in lender.statuses.values())
+        tokens: list[int] = []
+
+        def need_the_room() -> None:
+            ask(lender, "other")
+            for _ in range(20):
+                for output in lender.step():
+                    assert output.error is None
+                    tokens.extend(output.token_ids)
+            status = lender.statuses[NAME]
+            assert status.resident_bytes == status.weight_bytes
+
+        driver = HookedDriver(need_the_room)
+        wide = config(model, other, neighbours=sockets)
+        with closing(driver), closing(Engine.open(wide, driver=driver)) as engine:
+            assert driver.hooks == []
+            assert engine.memory().loaded_bytes[NAME, "neighbour"] > 0
+            assert len(tokens) < len(expected)
+            assert (num_pages > 1) == (len(tokens) > 0)
+            rest, _ = answer(lender, None)
+            assert tokens + rest == expected
+            assert lender.statuses[NAME].resident_bytes < lender.statuses[NAME].weight_bytes
+        lender.pool.check()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Collection, Mapping
+from typing import Protocol
 
 import numpy as np
 
@@ -24,6 +25,24 @@ OnRefusal = Callable[[SequenceGroup, DriverError | None], None]
 It no longer waits."""
 
 
+class Held(Protocol):
+    """Memory that nothing uses, and that will be free soon without anything done."""
+
+    def mark(self) -> tuple[int, int]:
+        """The present moment."""
+
+    def was_any(self, mark: tuple[int, int]) -> bool:
+        """Whether there is any, or was at a mark or after it."""
+
+
+class _NothingHeld:
+    def mark(self) -> tuple[int, int]:
+        return 0, 0
+
+    def was_any(self, mark: tuple[int, int]) -> bool:
+        return False
+
+
 class Admitter:
     """Admits waiting requests as long as there is room.
 
@@ -38,6 +57,7 @@ class Admitter:
 
     Attributes:
         blocked: the request that was last refused memory and is still waiting.
+        held: memory that a request rather waits for than fails; nothing by default.
     """
 
     def __init__(
@@ -51,6 +71,7 @@ class Admitter:
         on_refusal: OnRefusal,
     ) -> None:
         self.blocked: SequenceGroup | None = None
+        self.held: Held = _NothingHeld()
         self._lanes = lanes
         self._headroom = headroom
         self._preemption = preemption
@@ -103,9 +124,11 @@ class Admitter:
                 break
             if only is not None and group.client not in only:
                 break
-            is_alone = not self._is_any_running()
+            is_alone, mark = not self.is_any_running(), self.held.mark()
             was_swapped = group.is_swapped
             has_room, refusal = self._bring_in(lane, group, is_alone=is_alone)
+            if not has_room and is_alone and refusal is None and self.held.was_any(mark):
+                is_alone = False  # it waits for what is held
             if not has_room and is_alone and refusal is None:
                 # What it had on the host, or retained, may take more pages than it needs.
                 entry.discard_swapped(group, self._preemption)
@@ -148,7 +171,7 @@ class Admitter:
         if self.blocked is group:
             self.blocked = None
 
-    def _is_any_running(self) -> bool:
+    def is_any_running(self) -> bool:
         """Whether a request of any model runs, or a step of one is in flight."""
         return any(lane.running or lane.in_flight for lane in self._lanes.values())
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Generic, TypeVar
 
 from aquifer.engine.assembly import Assembly
+from aquifer.engine.held_weights import HeldWeights
 from aquifer.engine.lane_pages import first_pages, most_pages_of
 from aquifer.engine.model_life import ModelLife
 from aquifer.engine.policies.relief import Holder, ReliefSnapshot
@@ -45,6 +45,7 @@ class ModelSet(Generic[HostT]):
         self._pool, self._room = assembly.pool, assembly.room
         self._assembly, self._policies = assembly, assembly.policies
         self._reuse = reuse
+        self._held = assembly.scheduler.admitter.held = HeldWeights(reuse)
         here = (assembly.pool.driver.device,)
         one = partial(ThreadPoolExecutor, 1, initializer=make_current, initargs=here)
         self._threads, self._savers = one("aquifer-load"), one("aquifer-save")
@@ -168,6 +169,7 @@ class ModelSet(Generic[HostT]):
             host.unload()
             raise
         host.weights.begin_saving(self._savers)
+        self._held.note_saving(host.weights)
 
     def remove(self, host: HostT) -> None:
         """Remove a model. Pre-condition: it has no requests, and no step is in flight."""
@@ -204,25 +206,23 @@ class ModelSet(Generic[HostT]):
                 return
         if self._relieve(num_arrivals, preempt):
             return
+        if self._blocked[0] is not None and not self._assembly.scheduler.admitter.is_any_running():
+            self._held.wait(_PAUSE_S)
         wanted = sorted((each for each in self if each.is_wanted), key=lambda it: it.place_in_turn)
         # Which weights they share is to be known before they get pages.
         if wanted and not self._reuse.compare(self._threads, self._pause_s):
             return
         for host in wanted:
             others = [other for other in self if other.lane.is_resident and other.lane.has_work]
-            num_loan_changes = self._reuse.num_loan_changes
+            mark = self._held.mark()
             try:
                 if self._leaves_room(host, others) and host.begin_loading(self._threads):
                     return
             except DriverError as error:
                 on_failure(host, str(error))
                 continue
-            if self._reuse.has_loans or self._reuse.num_loan_changes != num_loan_changes:
-                time.sleep(self._pause_s)  # what neighbours read may go a moment later
-                return
-            saving = [other for other in self if other.weights.is_saving]
-            if saving:  # they may go when they have been copied
-                saving[0].weights.is_saved_within(self._pause_s)
+            if self._held.was_any(mark):
+                self._held.wait(self._pause_s)
                 return
             if others or any(other.lane.in_flight for other in self):
                 able = [other for other in others if not other.is_pinned]

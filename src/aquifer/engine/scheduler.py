@@ -254,6 +254,7 @@ class Scheduler:
         table = lane.slots
         while True:
             refusal: DriverError | None = None
+            mark = self.admitter.held.mark()
             try:
                 running = lane.runnable(self._clock_s())
                 if running is not None:
@@ -267,13 +268,14 @@ class Scheduler:
                 refusal = error
             if self._has_in_flight():
                 return None
-            self._preempt(refusal)
+            self._preempt(refusal, is_held=self.admitter.held.was_any(mark))
 
-    def _preempt(self, refusal: DriverError | None) -> None:
+    def _preempt(self, refusal: DriverError | None, *, is_held: bool) -> None:
         """Preempt a running request: the one that no others could make place for, or a victim.
 
         If it runs alone, it begins anew (`SequenceGroup.begins_anew`). But it fails if the device
-        refused, or if it has just begun anew, because the process holds more memory by now.
+        refused, or if it has just begun anew and nothing is held, because the process holds more
+        memory by now.
         """
         running = [(lane, group) for lane in self.lanes.values() for group in lane.running]
         chosen = next((number for number, pair in enumerate(running) if _is_stuck(*pair)), None)
@@ -283,7 +285,7 @@ class Scheduler:
         if len(running) == 1:
             if lane.forget_leases(group):
                 return
-            if refusal is not None or lane.is_beginning_anew(group):
+            if refusal is not None or (lane.is_beginning_anew(group) and not is_held):
                 lane.end_all(group, self._clock_s())
                 self._fail(group, _out_of_memory(refusal))
                 return
