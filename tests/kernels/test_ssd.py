@@ -332,7 +332,7 @@ def test_gated_chunks(device, operation, dtype):
 @pytest.mark.parametrize("operation", UPDATES)
 @pytest.mark.parametrize("count", [3, 9])
 def test_gated_updates(device, operation, dtype, count):
-    """Of few rows and of more, with one of padding, the gate of which may be anything."""
+    """Few rows and more of them; one is padding, and its gate may be anything."""
     case = make_case(device, [(7 * index % 5, 1) for index in range(count)], dtype=dtype)
     results, _ = case.exact()
     first = case.spans.offsets[0]
