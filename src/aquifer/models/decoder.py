@@ -242,10 +242,17 @@ class Decoder:
         kv: KVView,
     ) -> tuple[torch.Tensor, ...]:
         """Attention and a mixer of the same input, one after the other or at the same time."""
-
         decoding, count = kv.decoding, len(qkv)
         if decoding is not None and count == 1 and attention.latent is None:
-            mixed, attended = self._beside(layer, attention, mixer, qkv, product, angles, kv)
+            # The kernel of attention runs beside that of the recurrence. Two streams would take
+            # longer to part and to meet.
+            query, gate = self._heads_written(layer, attention, qkv, angles, kv)
+            value_dim = kv.destination(attention.index)[1].shape[-1]
+            out = query.new_empty(*query.shape[:2], value_dim)
+            mixed = mixer.recur(product, kv)
+            decoding.attend_beside(attention.index, query, out, attention.how)
+            attended = out.flatten(1) if gate is None else sigmoid_mul(out.flatten(1), gate)
+            mixed = mixer.finish(mixed, product)
             return added_products((mixer.out_proj, mixed), (attention.out, attended))
 
         def mix() -> torch.Tensor:
@@ -259,30 +266,6 @@ class Decoder:
             return at_once(mix, attend, self._vocabulary.device)
         # Captured pieces end with a recurrence and with attention; in this order none is empty.
         return mix(), attend()
-
-    def _beside(
-        self,
-        layer: LayerWeights,
-        attention: AttentionWeights,
-        mixer: MixerLayer,
-        qkv: torch.Tensor,
-        product: torch.Tensor,
-        angles: Sequence[_Angles],
-        kv: KVView,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The inputs of a mixer's and attention's last products, for a row that decodes.
-
-        The kernel of attention runs beside that of the recurrence. Two streams would take longer to
-        part and to meet.
-        """
-        query, gate = self._heads_written(layer, attention, qkv, angles, kv)
-        attended = query.new_empty(*query.shape[:2], kv.destination(attention.index)[1].shape[-1])
-        mixed = mixer.recur(product, kv)
-        assert kv.decoding is not None
-        kv.decoding.attend_beside(attention.index, query, attended, attention.how)
-        flat = attended.flatten(1)
-        flat = flat if gate is None else sigmoid_mul(flat, gate)
-        return mixer.finish(mixed, product), flat
 
     def _with_shared(
         self,
