@@ -294,9 +294,11 @@ def compiled_together(
     finally:
         hooks.jit_cache_hook = before
 
-    def prepare(description: str) -> None:
-        # The first access to `run` builds the launcher and loads the kernel on the device.
-        _ = wanted[description].preload(description).run
+    def build(description: str) -> Any:
+        compiled = wanted[description].preload(description)
+        # Builds the launcher, which is loaded again below.
+        triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
+        return compiled
 
     if not wanted:
         return
@@ -304,9 +306,15 @@ def compiled_together(
     with ThreadPoolExecutor(
         thread_name_prefix="compile", initializer=torch.cuda.set_device, initargs=(device,)
     ) as threads:
-        jobs = [threads.submit(prepare, description) for description in wanted]
+        jobs = [threads.submit(build, description) for description in wanted]
         for num_done, _ in enumerate(as_completed(jobs), 1):
             on_compiled(num_done, len(jobs))
+    # One after another: when Python loads a launcher of Triton 3.6 again, which kernels with equal
+    # arguments share, it puts its functions into the module of the launcher that was loaded last.
+    # A thread that loads one meanwhile would take the function of the other.
+    for job in jobs:
+        if job.exception() is None:
+            _ = job.result().run  # the first access loads the launcher, and the kernel
 
 
 def kernel_folder() -> str:
