@@ -9,8 +9,9 @@ the other, in the order of Tangram's levels of locality; FOLDER has their length
 - whole: only one model is on the device, and all of it; it is evicted when another one is wanted;
 - whole, not kept: likewise, and it is evicted when its request has ended.
 
-It writes `device-locality.json`, `device-decode.json` (each model by itself) and `device.png`;
-README.md compares them with the paper's figures.
+It writes `device-locality.json`, `device-decode.json` (each model by itself), `device-process.json`
+(a fresh process for each model, whose weights are in files that the system has in memory: the
+paper's SLLM) and `device.png`; README.md compares them with the paper's figures.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from benchmarks.tangram.checkpoints import CONFIGS, write_folders
 from benchmarks.tangram.mixes import lengths
 
 from aquifer.bench.latency import compare_growth
+from aquifer.bench.load import made_checkpoint
 from aquifer.bench.result import save, summarize
+from aquifer.bench.start import measure_start
 from aquifer.bench.switch import copy_rate
 from aquifer.bench.workload import LengthRange, Workload
 from aquifer.config import EngineConfig, ModelSpec
@@ -325,6 +328,21 @@ def measure_alone(folders: Mapping[str, Path], device: str, content: dict[str, A
         print(f"{name}: {content['alone'][name]}", flush=True)
 
 
+def measure_processes(folders: Mapping[str, Path], device: str, content: dict[str, Any]) -> None:
+    """A fresh process for each model, until its first token; in `content`, as far as it gets.
+
+    Each is started twice: the second time its kernels are compiled.
+    """
+    content["process"] = {}
+    options = {"device": device, "max_num_seqs": BATCHES[-1], "enable_prefix_caching": False}
+    for name, folder in folders.items():
+        num_bytes = weight_bytes_of(folder)
+        with made_checkpoint(folder, num_bytes) as made:
+            starts = [asdict(measure_start(str(made), options)) for _ in range(2)]
+        content["process"][name] = {"weight_bytes": num_bytes, "starts": starts}
+        print(f"{name}: {starts[-1]}", flush=True)
+
+
 def draw(content: Mapping[str, Any], file: Path) -> None:
     """Draw loading by locality, TTFT by model, and decoding by model."""
     figure, axes = plt.subplots(1, 3, figsize=(14, 4))
@@ -361,7 +379,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder of the lengths")
     parser.add_argument("--requests", type=int, default=60, help="batches of each run")
-    parser.add_argument("--parts", default="locality,decode")
+    parser.add_argument("--parts", default="locality,decode,process")
     parser.add_argument("--models", default=",".join(CONFIGS))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--output", type=Path, default=_HERE, help="folder of the results")
@@ -370,6 +388,7 @@ def main() -> None:
     of = lengths(arguments.data)
     locality: dict[str, Any] = {"requests": arguments.requests, "pool_factor": POOL_FACTOR}
     decode: dict[str, Any] = {}
+    process: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         folders = write_folders(Path(folder), {name: CONFIGS[name] for name in names})
         try:
@@ -377,10 +396,12 @@ def main() -> None:
                 measure_locality(folders, of, arguments.requests, arguments.device, locality)
             if "decode" in parts:
                 measure_alone(folders, arguments.device, decode)
+            if "process" in parts:
+                measure_processes(folders, arguments.device, process)
         finally:  # what was measured before a failure is kept
-            for part, content in (("locality", locality), ("decode", decode)):
-                if part in parts:
-                    save(arguments.output / f"device-{part}.json", content)
+            found = {"locality": locality, "decode": decode, "process": process}
+            for part in parts:
+                save(arguments.output / f"device-{part}.json", found[part])
     if {"locality", "decode"} <= {*parts}:
         draw(locality | decode, arguments.output / "device.png")
 

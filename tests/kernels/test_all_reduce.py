@@ -6,15 +6,23 @@ import pytest
 import torch
 
 from aquifer.kernels.all_reduce import (
+    DATA_SLICE_WORDS,
     SLICE_WORDS,
     PeerInboxes,
     all_reduce,
     all_reduce_reference,
 )
 
-MOST_BYTES = 5 * SLICE_WORDS * 4
-SHAPES = [(1, 6), (1, 2 * SLICE_WORDS), (3, 700), (0, 8)]
-SHAPES += [(1, MOST_BYTES // 4)]
+MESSAGES, DATA = (5, 0), (0, 3)
+"""Slices of the largest tensor that is sent as messages, and as data."""
+BOTH = 2, 3
+
+WAYS = {
+    MESSAGES: [(1, 6), (1, 2 * SLICE_WORDS), (3, 700), (0, 8), (1, 5 * SLICE_WORDS)],
+    DATA: [(1, 8), (1, DATA_SLICE_WORDS), (2, 1032), (0, 8), (1, 3 * DATA_SLICE_WORDS)],
+    BOTH: [(1, 6), (1, 3 * SLICE_WORDS), (1, 2 * SLICE_WORDS), (3, 2 * SLICE_WORDS)],
+}
+"""Ways to send, and shapes of tensors that are sent so."""
 
 
 @pytest.fixture(autouse=True)
@@ -23,21 +31,31 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aquifer.kernels.all_reduce._PATIENCE", 1)
 
 
-def inboxes_of(size: int, device: torch.device) -> list[PeerInboxes]:
+def inboxes_of(
+    size: int, device: torch.device, slices: tuple[int, int] = MESSAGES
+) -> list[PeerInboxes]:
     """As the ranks of a group have them, all on one device."""
-    num_messages = PeerInboxes.inbox_bytes(size, MOST_BYTES) // 8
-    inboxes = [torch.zeros(num_messages, dtype=torch.int64, device=device) for _ in range(size)]
+    num_words = PeerInboxes.inbox_bytes(size, *slices) // 8
+    inboxes = [torch.zeros(num_words, dtype=torch.int64, device=device) for _ in range(size)]
     addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes], device=device)
     return [
         PeerInboxes(
             rank,
             inbox,
             addresses,
-            torch.zeros(MOST_BYTES // (SLICE_WORDS * 4), dtype=torch.int32, device=device),
+            torch.zeros(slices[0], dtype=torch.int32, device=device),
+            torch.zeros(slices[1], dtype=torch.int32, device=device),
             torch.zeros(1, dtype=torch.int32, device=device),
         )
         for rank, inbox in enumerate(inboxes)
     ]
+
+
+def send(peers: PeerInboxes, values: torch.Tensor) -> None:
+    """Let a rank send, and not wait for what others have not sent yet."""
+    peers.stop.fill_(1)
+    all_reduce(values.clone().to(peers.stop.device), peers)
+    peers.stop.zero_()
 
 
 def parts_of(
@@ -50,87 +68,111 @@ def parts_of(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("size", [2, 3])
-def test_each_rank_gets_the_sum(device: torch.device, size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("slices", WAYS)
+def test_each_rank_gets_the_sum(
+    device: torch.device, slices: tuple[int, int], size: int, dtype: torch.dtype
+) -> None:
     """One rank after the other: first all send, and are told not to wait for what has not come;
     then each repeats it and receives. Epochs are odd and even, and shapes differ."""
-    peers = inboxes_of(size, device)
-    shapes = [shape for shape in SHAPES if torch.Size(shape).numel() * dtype.itemsize <= MOST_BYTES]
-    for seed, shape in enumerate(shapes * 2):
+    peers = inboxes_of(size, device, slices)
+    for seed, shape in enumerate(WAYS[slices] * 2):
         parts = parts_of(size, shape, dtype, seed)
         expected = all_reduce_reference(parts)
         assert torch.equal(expected, torch.stack(parts).sum(0))
         for of_rank, part in zip(peers, parts, strict=True):
-            epochs = of_rank.epochs.clone()
-            of_rank.stop.fill_(1)
-            all_reduce(part.clone().to(device), of_rank)
-            of_rank.stop.zero_()
-            of_rank.epochs.copy_(epochs)
+            epochs = of_rank.message_epochs.clone(), of_rank.data_epochs.clone()
+            send(of_rank, part)
+            of_rank.message_epochs.copy_(epochs[0])
+            of_rank.data_epochs.copy_(epochs[1])
         for of_rank, part in zip(peers, parts, strict=True):
             values = part.clone().to(device)
             all_reduce(values, of_rank)
             assert torch.equal(values.cpu(), expected)
 
 
-def test_a_rank_does_not_take_old_numbers_for_new_ones(device: torch.device) -> None:
+@pytest.mark.parametrize("slices", [MESSAGES, DATA])
+def test_a_rank_does_not_take_old_numbers_for_new_ones(
+    device: torch.device, slices: tuple[int, int]
+) -> None:
     """Numbers of two epochs ago are still in the memory that new ones come to."""
-    peers = inboxes_of(2, device)
+    peers = inboxes_of(2, device, slices)
     parts = parts_of(2, (1, 64), torch.bfloat16, 0)
     for _ in range(3):
-        peers[1].stop.fill_(1)
-        all_reduce(parts[1].clone().to(device), peers[1])
+        send(peers[1], parts[1])
         values = parts[0].clone().to(device)
         all_reduce(values, peers[0])
         assert torch.equal(values.cpu(), all_reduce_reference(parts))
     # Rank 1 sends nothing, so rank 0 waits until it is told to stop: the sum is wrong then.
-    peers[0].stop.fill_(1)
     inbox = peers[0].inbox.clone()
-    values = torch.zeros(1, 64, dtype=torch.bfloat16, device=device)
-    all_reduce(values, peers[0])
+    send(peers[0], torch.zeros(1, 64, dtype=torch.bfloat16))
     assert torch.equal(peers[0].inbox, inbox)
-    assert peers[0].epochs[0] == 4
-    assert peers[1].epochs[0] == 3
+    epochs = [peer.message_epochs if slices == MESSAGES else peer.data_epochs for peer in peers]
+    assert [int(epoch[0]) for epoch in epochs] == [4, 3]
 
 
-def test_epochs_begin_again_after_the_largest(device: torch.device) -> None:
+@pytest.mark.parametrize("slices", [MESSAGES, DATA])
+def test_epochs_begin_again_after_the_largest(
+    device: torch.device, slices: tuple[int, int]
+) -> None:
     """Which they reach after two days of decoding."""
-    peers = inboxes_of(2, device)
-    guard = peers[0].inbox.clone()
+    peers = inboxes_of(2, device, slices)
+    before = peers[0].inbox.clone()
     for of_rank in peers:
-        of_rank.epochs.fill_(2**31 - 3)
+        of_rank.message_epochs.fill_(2**31 - 3)
+        of_rank.data_epochs.fill_(2**31 - 3)
     for seed in range(5):
         parts = parts_of(2, (1, 64), torch.bfloat16, seed)
-        peers[1].stop.fill_(1)
-        all_reduce(parts[1].clone().to(device), peers[1])
+        send(peers[1], parts[1])
         values = parts[0].clone().to(device)
         all_reduce(values, peers[0])
         assert torch.equal(values.cpu(), all_reduce_reference(parts))
-    assert peers[0].epochs[0] == -(2**31) + 2
-    changed = (peers[0].inbox != guard).nonzero().flatten()
-    assert changed.max() < MOST_BYTES // 4 + 32  # odd epochs are received behind the even ones
+    epochs = peers[0].message_epochs if slices == MESSAGES else peers[0].data_epochs
+    assert epochs[0] == -(2**31) + 2
+    # Odd epochs are received behind the even ones; 32 words in each, and a flag behind data.
+    inbox, changed = peers[0].inbox, peers[0].inbox != before
+    if slices == MESSAGES:
+        where = [0, inbox.numel() // 2]
+        assert all(changed[begin : begin + 32].all() for begin in where)
+        assert changed.sum() == 64
+    else:
+        words = changed.nonzero().flatten()
+        odd = DATA[1] * DATA_SLICE_WORDS // 2
+        assert set(words.tolist()) <= {*range(16), *range(odd, odd + 16), 2 * odd, 2 * odd + 1}
+        flags = inbox.view(torch.int32)[4 * odd :].tolist()
+        assert flags == [-(2**31) + 2, 0, 0, -(2**31) + 1, 0, 0]
 
 
 @pytest.mark.parametrize(
-    ("values", "fits"),
+    ("values", "as_messages", "as_data"),
     [
-        (torch.zeros(MOST_BYTES // 2, dtype=torch.float16), True),
-        (torch.zeros(MOST_BYTES // 2 + 2, dtype=torch.float16), False),
-        (torch.zeros(3, dtype=torch.bfloat16), False),
-        (torch.zeros(4, dtype=torch.int64), False),
-        (torch.zeros(4, 4).T, False),
-        (torch.zeros(4, 4)[1:3], True),
+        (torch.zeros(2 * SLICE_WORDS), True, True),
+        (torch.zeros(2 * SLICE_WORDS + 4), False, True),
+        (torch.zeros(2 * SLICE_WORDS + 1), False, False),
+        (torch.zeros(6, dtype=torch.float16), True, False),
+        (torch.zeros(3 * DATA_SLICE_WORDS * 2, dtype=torch.bfloat16), False, True),
+        (torch.zeros(3 * DATA_SLICE_WORDS * 2 + 8, dtype=torch.bfloat16), False, False),
+        (torch.zeros(3, dtype=torch.bfloat16), False, False),
+        (torch.zeros(4, dtype=torch.int64), False, False),
+        (torch.zeros(4, 4).T, False, False),
+        (torch.zeros(4, 4)[1:3], True, True),
+        (torch.zeros(4, 3)[1:], True, False),
     ],
 )
-def test_what_is_sent(values: torch.Tensor, fits: bool) -> None:
-    assert inboxes_of(2, torch.device("cpu"))[0].fits(values) == fits
+def test_what_is_sent(values: torch.Tensor, as_messages: bool, as_data: bool) -> None:
+    peers = inboxes_of(2, torch.device("cpu"), BOTH)[0]
+    assert peers.sends_messages(values) == as_messages
+    assert peers.sends_data(values) == as_data
+    assert peers.fits(values) == (as_messages or as_data)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_ranks_that_run_at_the_same_time(device: torch.device) -> None:
+@pytest.mark.parametrize("slices", WAYS)
+def test_ranks_that_run_at_the_same_time(device: torch.device, slices: tuple[int, int]) -> None:
     """On streams of one GPU, many times, without a pause between: none overtakes another."""
     size, times = 2, 200
-    peers = inboxes_of(size, device)
+    peers = inboxes_of(size, device, slices)
     streams = [torch.cuda.Stream() for _ in range(size)]
-    shapes = [SHAPES[seed % 3] for seed in range(times)]
+    shapes = [WAYS[slices][seed % 3] for seed in range(times)]
     parts = [parts_of(size, shape, torch.bfloat16, seed) for seed, shape in enumerate(shapes)]
     moved = [[part.to(device) for part in each] for each in parts]
     for of_rank in peers:  # compiled before any waits

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from aquifer.errors import DriverError
-from aquifer.kernels.all_reduce import SLICE_WORDS, PeerInboxes
+from aquifer.kernels.all_reduce import DATA_SLICE_WORDS, SLICE_WORDS, PeerInboxes
 from aquifer.memory.driver.base import Driver, ExportedPages
 from aquifer.memory.window import Window
 from aquifer.weights import peer_socket
@@ -21,9 +21,10 @@ _T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
 
-_MOST_BYTES = 4 << 20
-"""Largest tensor of two ranks that is sent this way. Of more ranks it is smaller, as each sends to
-all others."""
+_MESSAGE_SLICES = (1 << 20) // (SLICE_WORDS * 4)
+_DATA_SLICES = (16 << 20) // (DATA_SLICE_WORDS * 4)
+"""Slices of the largest tensors of two ranks that are sent as messages and as data. Of more ranks
+they are smaller, as each sends to all others."""
 
 _ANSWER_S = 60.0
 """How long another rank may take: it comes when it has opened its own inbox."""
@@ -52,8 +53,9 @@ class PeerMemory:
         self._size = size
         self._driver = driver
         self._folder = folder
-        self._slices = _MOST_BYTES // (size - 1) // (SLICE_WORDS * 4)
-        inbox_bytes = PeerInboxes.inbox_bytes(size, self._slices * SLICE_WORDS * 4)
+        self._message_slices = _MESSAGE_SLICES // (size - 1)
+        self._data_slices = _DATA_SLICES // (size - 1)
+        inbox_bytes = PeerInboxes.inbox_bytes(size, self._message_slices, self._data_slices)
         self._page_bytes = -(-inbox_bytes // driver.granularity_bytes) * driver.granularity_bytes
         with ExitStack() as undo:
             undo.callback(driver.close)
@@ -84,7 +86,8 @@ class PeerMemory:
             self._rank,
             self._driver.view(self._address, self._page_bytes).view(torch.int64),
             torch.tensor(addresses, dtype=torch.int64).to(device),
-            torch.zeros(self._slices, dtype=torch.int32, device=device),
+            torch.zeros(self._message_slices, dtype=torch.int32, device=device),
+            torch.zeros(self._data_slices, dtype=torch.int32, device=device),
             torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda"),
         )
         return self.inboxes
