@@ -171,9 +171,11 @@ def observe() -> dict[str, Any]:
     torch.cuda.set_device = lambda device: devices_set.append(str(device))
     import triton
     import triton.language as tl
+    from tests.kernels.test_all_reduce import inboxes_of
 
-    from aquifer.kernels import _triton
+    from aquifer.kernels import _triton, all_reduce
     from aquifer.kernels.activation import silu_mul
+    from aquifer.kernels.all_reduce import DATA_SLICE_WORDS, SLICE_WORDS
     from aquifer.kernels.norm import rms_norm
     from aquifer.kernels.rotary import rotary_angles
 
@@ -228,6 +230,14 @@ def observe() -> dict[str, Any]:
         step()
         foreign_kernel[(1,)](torch.zeros(1))
     note("compiled before, or foreign")
+    peers = inboxes_of(2, torch.device("cpu"), (2, 3))[0]
+    all_reduce.DTYPES = (torch.bfloat16,)
+    all_reduce.compile_all_reduce(peers, torch.device("cpu"))
+    note("all-reduce")
+    with _triton.compiled_together(device):
+        for num_words in (1, 2 * SLICE_WORDS, 2 * SLICE_WORDS + 4, 3 * DATA_SLICE_WORDS):
+            all_reduce.all_reduce(torch.zeros(2 * num_words, dtype=torch.bfloat16), peers)
+    note("all-reduce again")
     driver.kernels["_rms_norm_kernel"].device_caches.clear()
     step()
     note("forgotten")
@@ -287,6 +297,14 @@ def test_nothing_is_left_to_compile(report: dict[str, Any]) -> None:
 def test_other_kernels_are_launched_as_ever(report: dict[str, Any]) -> None:
     launched = report["compiled before, or foreign"]["launched"]
     assert launched == LAUNCHES | {"foreign_kernel": 1}
+
+
+def test_an_all_reduce_is_never_left_out(report: dict[str, Any]) -> None:
+    """A rank would wait for another one that compiles it first."""
+    kernels = "_all_reduce_messages_kernel", "_all_reduce_data_kernel"
+    assert report["all-reduce"]["launched"] == dict.fromkeys(kernels, 1)
+    assert report["all-reduce again"]["launched"] == dict.fromkeys(kernels, 2)
+    assert report["all-reduce again"]["from_disk"] == []
 
 
 def test_the_next_process_finds_them_on_disk(report: dict[str, Any]) -> None:

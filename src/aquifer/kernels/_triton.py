@@ -27,6 +27,11 @@ kernels of a decode step take part, except torch's. The rules that make it corre
    does so documents it, since its caller must know what the predecessor writes.
 5. Code that writes weights launches a kernel without the attribute, or synchronises, before the
    next step.
+6. A kernel may run beside its predecessor, if neither reads or writes what the other writes. It
+   waits at its end in place of its begin, so whatever waits for it waits for both. It starts when
+   the predecessor has waited, and so reads what earlier kernels have written, through the L2 cache.
+   It releases early: then its successor starts while both may run, and by rule 4 reads nothing that
+   either of them writes.
 
 Memory that is freed and reused is safe by the same rules: a kernel writes only after all kernels
 before it are complete.
@@ -390,6 +395,27 @@ def await_predecessor(overlaps: constexpr) -> None:
     """Wait until the kernel before this one is complete; see the rules above."""
     if overlaps:
         tl.extra.cuda.gdc_wait()
+
+
+@jit
+def prefetch(addresses: tensor, wanted: tensor) -> None:
+    """Begin to fetch the 64 bytes around each wanted address into the L2 cache.
+
+    This may be done before the kernel waits: the cache sees what is written later.
+    """
+    tl.inline_asm_elementwise(
+        """{
+            .reg .pred wanted;
+            setp.ne.b32 wanted, $2, 0;
+            @wanted prefetch.global.L2 [$1];
+            mov.b32 $0, 0;
+        }""",
+        "=r,l,r",
+        [addresses, wanted.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @jit

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -45,10 +44,13 @@ SLICE_WORDS = 512
 """Words of 4 bytes in a slice of messages: two for each thread."""
 
 DATA_SLICE_WORDS = 2048
-"""Words of 4 bytes in a slice of data: eight for each thread."""
+"""Words of 4 bytes in a slice of data: 16 for each thread."""
 
-_NUM_WARPS = 8
-_PER_MULTIPROCESSOR = 2
+_MESSAGE_WARPS = 8
+_DATA_WARPS = 4
+
+_MESSAGE_PROGRAMS = 2
+_DATA_PROGRAMS = 4
 """Programs per SM, all of which must be able to run at once: they wait for those of other ranks."""
 
 _MESSAGE_BYTES = 8
@@ -64,7 +66,7 @@ The answer is in host memory, and to read it took 55 ms where pages were being m
 virtual machine). So what waits as long as is usual never asks.
 """
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
 """The dtypes of tensors that `all_reduce` takes."""
 
 
@@ -160,34 +162,76 @@ def all_reduce(values: torch.Tensor, peers: PeerInboxes) -> None:
         values: of any shape; `peers.fits`.
         peers: the inboxes of all ranks.
     """
-    words = values.numel() * values.itemsize // 4
     if peers.sends_messages(values):
-        kernel: Any = _all_reduce_messages_kernel
-        epochs, slice_words, options = peers.message_epochs, SLICE_WORDS, {}
+        _launch_messages(values, peers)
     else:
         assert peers.sends_data(values), "too large, or of a dtype or shape that is not sent"
-        kernel, epochs, slice_words = _all_reduce_data_kernel, peers.data_epochs, DATA_SLICE_WORDS
-        options = {"data_words": peers.data_words, "vector_words": _VECTOR_WORDS}
-    most = count_multiprocessors(values.device) * _PER_MULTIPROCESSOR
+        _launch_data(values, peers)
+
+
+def compile_all_reduce(peers: PeerInboxes, device: torch.device) -> None:
+    """Compile all that `all_reduce` launches. Nothing is sent.
+
+    In `compiled_together` a kernel that is not compiled is not launched. One rank may have it and
+    another one not, and then the first would wait for the other.
+    """
+    for dtype in DTYPES:
+        nothing = torch.empty(0, dtype=dtype, device=device)
+        _launch_messages(nothing, peers)
+        _launch_data(nothing, peers)
+
+
+def _launch_messages(values: torch.Tensor, peers: PeerInboxes) -> None:
+    num_words = values.numel() * values.itemsize // 4
     launch(
-        kernel,
-        (max(min(-(-words // slice_words), most), 1),),
+        _all_reduce_messages_kernel,
+        _grid(values, SLICE_WORDS, _MESSAGE_PROGRAMS),
         values,
         peers.inbox,
         peers.addresses,
-        epochs,
+        peers.message_epochs,
         peers.stop,
-        words,
+        num_words,
         message_words=peers.message_words,
-        **options,
         rank=peers.rank,
         size=peers.size,
-        slice_words=slice_words,
+        slice_words=SLICE_WORDS,
         patience=_PATIENCE,
         is_interpreted=not values.is_cuda,
-        num_warps=_NUM_WARPS,
+        num_warps=_MESSAGE_WARPS,
         **launch_options(values.device),
     )
+
+
+def _launch_data(values: torch.Tensor, peers: PeerInboxes) -> None:
+    num_words = values.numel() * values.itemsize // 4
+    launch(
+        _all_reduce_data_kernel,
+        _grid(values, DATA_SLICE_WORDS, _DATA_PROGRAMS),
+        values,
+        peers.inbox,
+        peers.addresses,
+        peers.data_epochs,
+        peers.stop,
+        num_words,
+        message_words=peers.message_words,
+        data_words=peers.data_words,
+        vector_words=_VECTOR_WORDS,
+        rank=peers.rank,
+        size=peers.size,
+        slice_words=DATA_SLICE_WORDS,
+        patience=_PATIENCE,
+        is_interpreted=not values.is_cuda,
+        num_warps=_DATA_WARPS,
+        **launch_options(values.device),
+    )
+
+
+def _grid(values: torch.Tensor, slice_words: int, per_multiprocessor: int) -> tuple[int]:
+    """A program for each slice, if so many can run at once."""
+    num_slices = -(-values.numel() * values.itemsize // (slice_words * 4))
+    most = count_multiprocessors(values.device) * per_multiprocessor
+    return (max(min(num_slices, most), 1),)
 
 
 @jit_once(counts=("num_words",), indices=("values",))

@@ -47,6 +47,7 @@ from aquifer.kernels._triton import (
     launch,
     launch_options,
     pow2,
+    prefetch,
     release_successor,
     runs_triton,
     tensor,
@@ -820,29 +821,14 @@ def _prefetch(
 ) -> None:
     """Begin to fetch keys or values into the L2 cache: of `num_tokens` tokens from `begin` on, but
     of none from `end` on.
-
-    This may be done before the kernel waits: the cache sees what its predecessor writes later.
     """
     item = tl.arange(0, num_tokens * kv_heads)
     token = begin + item // kv_heads
     wanted = token < end
     rows = first_head + token.to(tl.int64) * token_stride + item % kv_heads * head_stride
-    # The device fetches at least the 64 bytes around an address.
     step: constexpr = 64 * 8 // rows.dtype.element_ty.primitive_bitwidth
     for first in tl.static_range(0, dim, step):
-        tl.inline_asm_elementwise(
-            """{
-                .reg .pred wanted;
-                setp.ne.b32 wanted, $2, 0;
-                @wanted prefetch.global.L2 [$1];
-                mov.b32 $0, 0;
-            }""",
-            "=r,l,r",
-            [rows + first, wanted.to(tl.int32)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        prefetch(rows + first, wanted)
 
 
 @jit

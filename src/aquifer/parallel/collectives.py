@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 
-from aquifer.kernels.all_reduce import DTYPES, all_reduce
+from aquifer.kernels.all_reduce import all_reduce, compile_all_reduce
 from aquifer.memory.driver import open_driver
 from aquifer.parallel.peer_memory import PeerMemory, open_peer_memory
 
@@ -110,10 +110,7 @@ class GroupCollectives:
             self.rank, self.size, lambda: open_driver(str(device), exports=True), folder, all_agree
         )
         if self._peers is not None:
-            # A kernel that is compiled in the first step would be left out there by one rank, and
-            # not by another that has it.
-            for dtype in DTYPES:
-                all_reduce(torch.empty(0, dtype=dtype, device=device), self._peers.inboxes)
+            compile_all_reduce(self._peers.inboxes, device)
 
     @staticmethod
     def _wait(work: Any) -> None:

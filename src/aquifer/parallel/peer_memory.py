@@ -21,10 +21,15 @@ _T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
 
-_MESSAGE_SLICES = (1 << 20) // (SLICE_WORDS * 4)
-_DATA_SLICES = (16 << 20) // (DATA_SLICE_WORDS * 4)
-"""Slices of the largest tensors of two ranks that are sent as messages and as data. Of more ranks
-they are smaller, as each sends to all others."""
+_MESSAGE_BYTES = 512 << 10
+"""Largest tensor of two ranks that is sent as messages. Of more ranks it is smaller, as each sends
+to all others."""
+
+_DATA_BYTES = 64 << 20
+"""Largest tensor of two ranks that is sent as data."""
+
+_MANY_DATA_BYTES = 4 << 20
+"""The same of more ranks, divided as that of messages is: NCCL sends less of large tensors then."""
 
 _ANSWER_S = 60.0
 """How long another rank may take: it comes when it has opened its own inbox."""
@@ -53,8 +58,9 @@ class PeerMemory:
         self._size = size
         self._driver = driver
         self._folder = folder
-        self._message_slices = _MESSAGE_SLICES // (size - 1)
-        self._data_slices = _DATA_SLICES // (size - 1)
+        data_bytes = _DATA_BYTES if size == 2 else _MANY_DATA_BYTES // (size - 1)
+        self._message_slices = _MESSAGE_BYTES // (size - 1) // (SLICE_WORDS * 4)
+        self._data_slices = data_bytes // (DATA_SLICE_WORDS * 4)
         inbox_bytes = PeerInboxes.inbox_bytes(size, self._message_slices, self._data_slices)
         self._page_bytes = -(-inbox_bytes // driver.granularity_bytes) * driver.granularity_bytes
         with ExitStack() as undo:
