@@ -72,8 +72,8 @@ _MIXED_FACTOR = 3
 
 _COMPARED = ("ttft_mean_ms", "ttft_p99_ms")
 
-_SEEDS = (0, 1, 2, 3)
-"""Seeds of the mixed traces. The p99 of one trace is its fourth or fifth worst request, and says
+_NUM_MIXED = 4
+"""Mixed traces of each setting. The p99 of one is its fourth or fifth worst request, and says
 little."""
 
 
@@ -181,11 +181,12 @@ def by_split(
     rate: float,
     of: Sequence[TraceRequest],
     num_requests: int,
-    seeds: Sequence[int],
+    num_traces: int,
 ) -> dict[str, Any]:
-    """TTFT with the one rule, and with fixed parts of the pool for weights: a trace a seed."""
+    """TTFT with the one rule, and with fixed parts of the pool for weights."""
     traces = [
-        MixedTrace(setting.models, of, rate, num_requests, seed=seed).requests() for seed in seeds
+        MixedTrace(setting.models, of, rate, num_requests, seed=seed).requests()
+        for seed in range(num_traces)
     ]
     found: dict[str, Any] = {}
     for share in (None, *_SPLITS):
@@ -338,15 +339,17 @@ def measure_models(of: Sequence[TraceRequest], num_requests: int, keep: _Keep) -
     )
 
 
-def measure_splits(of: Sequence[TraceRequest], num_requests: int, keep: _Keep) -> None:
+def measure_splits(
+    of: Sequence[TraceRequest], num_requests: int, num_traces: int, keep: _Keep
+) -> None:
     """One rule against two, with so many requests in each run."""
     found: dict[str, Any] = {}
     for name, (setting, rate) in mixed_settings().items():
-        found[name] = by_split(setting, rate, of, _MIXED_FACTOR * num_requests, _SEEDS)
+        found[name] = by_split(setting, rate, of, _MIXED_FACTOR * num_requests, num_traces)
         keep({"settings": described(), "splits": found})
 
 
-_PARTS = {"models": measure_models, "splits": measure_splits}
+_PARTS = ("models", "splits")
 
 
 def main() -> None:
@@ -355,6 +358,9 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder of the lengths")
     parser.add_argument("--parts", default=",".join(_PARTS), help="what to run")
     parser.add_argument("--requests", type=int, default=150, help="requests of each run")
+    parser.add_argument(
+        "--traces", type=int, default=_NUM_MIXED, help="mixed traces of each setting"
+    )
     parser.add_argument("--output", type=Path, default=_HERE, help="folder of the results")
     arguments = parser.parse_args()
     parts = arguments.parts.split(",")
@@ -369,10 +375,15 @@ def main() -> None:
             content["cpu_s"] = time.process_time() - begin_s
             command = "benchmarks/tangram/models.py --data DATA"
             command += f" --parts {part} --requests {arguments.requests}"
+            if part == "splits":
+                command += f" --traces {arguments.traces}"
             save(arguments.output / f"{part}.json", content, command=command)
             print(f"{part}: {content['cpu_s']:.0f} s of CPU time so far", flush=True)
 
-        _PARTS[part](of, arguments.requests, keep)
+        if part == "models":
+            measure_models(of, arguments.requests, keep)
+        else:
+            measure_splits(of, arguments.requests, arguments.traces, keep)
     files = [arguments.output / f"{part}.json" for part in _PARTS]
     if all(file.is_file() for file in files):
         models, splits = (json.loads(file.read_text()) for file in files)
