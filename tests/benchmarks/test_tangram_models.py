@@ -110,7 +110,7 @@ def test_ratios_of_splits() -> None:
 
 def test_splits() -> None:
     setting, rate = mixed_settings()["h200, 0.5/s"]
-    found = by_split(setting, rate, LENGTHS, 8, seeds=(0, 1))
+    found = by_split(setting, rate, LENGTHS, 8, num_traces=2)
     assert set(found) >= {"one rule", "0.5", "compared"}
     assert found["one rule"]["not_served"] == 0
     assert len(found["0.5"]["ttft_p99_ms_by_seed"]) == 2
