@@ -121,6 +121,22 @@ def test_what_the_host_has_locked_before_it_refused_is_used(
     space.close()
 
 
+def test_a_rank_uses_what_the_host_does_not_let_be_locked(
+    locker: Locker, caplog: pytest.LogCaptureFixture
+) -> None:
+    locker.most = 1
+    memory = SwapMemory(3 * PIECE_BYTES, torch.device("cuda"), uses_all=True)
+    memory.begin()
+    locker.turns.release(2)
+    part = memory.part(PIECE_BYTES - 1, 2 * PIECE_BYTES + 1)
+    part.fill_(7)
+    assert (memory.there_bytes, memory.error) == (3 * PIECE_BYTES, None)
+    assert len(locker.locked) == 1
+    (record,) = caplog.records
+    assert "are slower" in record.getMessage()
+    memory.close()
+
+
 def test_a_device_that_fails_keeps_nobody_waiting(
     locker: Locker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

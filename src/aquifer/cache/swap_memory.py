@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from itertools import pairwise
@@ -11,6 +12,8 @@ import torch
 from aquifer.errors import DriverError
 from aquifer.memory.driver import make_current
 from aquifer.memory.host_buffer import HostBuffer
+
+_log = logging.getLogger(__name__)
 
 _SAMPLE_BYTES = 16 << 20
 """Size of the copy that measures the bandwidth."""
@@ -24,17 +27,20 @@ class SwapMemory:
     Args:
         num_bytes: its size.
         device: device of the copies.
+        uses_all: whether memory that the host does not let be page-locked is used all the same,
+            with slower copies. A rank of a group must have what rank 0 has.
 
     Attributes:
         bytes_per_s: measured speed of a copy to the device; None until then, and if it is modelled.
         error: why no more memory comes; None if nothing has failed.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
+    def __init__(self, num_bytes: int, device: torch.device, *, uses_all: bool = False) -> None:
         self.bytes_per_s: float | None = None
         self.error: DriverError | None = None
         self._num_bytes = num_bytes
         self._device = device
+        self._uses_all = uses_all
         self._buffer: HostBuffer | None = None
         self._there_bytes = 0
         self._changed = threading.Condition()
@@ -103,17 +109,25 @@ class SwapMemory:
                 if self.bytes_per_s is None:
                     sample = self._buffer.bytes[: min(there_bytes, _SAMPLE_BYTES)]
                     self.bytes_per_s = _copy_rate(sample, self._device)
-                with self._changed:
-                    self._there_bytes = there_bytes
-                    self._changed.notify_all()
+                self._come(there_bytes)
                 if self._is_closed:
                     return
         except DriverError as refused:
+            if self._uses_all:
+                _log.warning("copies of preempted KV on %s are slower: %s", self._device, refused)
+                self._come(self._num_bytes)
+                return
             error = refused
         except RuntimeError as failed:  # of the device: torch has no narrower one
             error = DriverError("cudaErrorUnknown", str(failed))
         with self._changed:
             self.error = error
+            self._changed.notify_all()
+
+    def _come(self, there_bytes: int) -> None:
+        """So many bytes are there."""
+        with self._changed:
+            self._there_bytes = there_bytes
             self._changed.notify_all()
 
 

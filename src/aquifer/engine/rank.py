@@ -201,7 +201,8 @@ class _RankPool:
             self._stocker = PageStocker(self._pool, reclaim_below=op.config.reclaim_below)
             self._stocker.start()
             resources.callback(self._stocker.close)
-            self.swap_memory = SwapMemory(op.config.swap_space_bytes, driver.device)
+            swap_bytes = op.config.swap_space_bytes
+            self.swap_memory = SwapMemory(swap_bytes, driver.device, uses_all=True)
             resources.callback(self.swap_memory.close)
             self._resources = resources.pop_all()
 

@@ -34,8 +34,8 @@ class HostBuffer:
         device: device of the copies. For a modelled one ("meta") there is no memory either.
 
     Attributes:
-        bytes: [num_bytes] uint8; not to be used after `close`. For a GPU only its first
-            `locked_bytes` are for copies, each within one piece (`in_pieces`).
+        bytes: [num_bytes] uint8; not to be used after `close`. Each copy of a GPU has to be within
+            one piece (`in_pieces`), and is slow beyond the first `locked_bytes`.
         locked_bytes: how much `lock` has done so far; all of it where nothing needs to be locked.
 
     Raises:
