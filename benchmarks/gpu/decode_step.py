@@ -47,8 +47,8 @@ from aquifer.kernels.rotary import (
     qk_norm_rope_write_reference,
     rotary_angles,
 )
-from aquifer.kernels.sampling import sample
-from aquifer.kernels.sampling_columns import SamplingColumns
+from aquifer.kernels.sampling.columns import SamplingColumns
+from aquifer.kernels.sampling.sample import sample
 
 DTYPE = torch.bfloat16
 DEVICE = torch.device("cuda")

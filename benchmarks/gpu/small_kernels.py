@@ -39,8 +39,8 @@ from aquifer.kernels.linear import (
 )
 from aquifer.kernels.norm import add_rms_norm, rms_norm
 from aquifer.kernels.rotary import qk_norm_rope_write
-from aquifer.kernels.sampling import Variant, sample
-from aquifer.kernels.sampling_columns import SamplingColumns
+from aquifer.kernels.sampling.columns import SamplingColumns
+from aquifer.kernels.sampling.sample import Variant, sample
 
 DTYPE = torch.bfloat16
 DEVICE = torch.device("cuda")

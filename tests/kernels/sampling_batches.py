@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from aquifer.engine.params import SamplingParams
-from aquifer.kernels.sampling import sample, sample_reference
-from aquifer.kernels.sampling_columns import SamplingColumns, write_counts
+from aquifer.kernels.sampling.columns import SamplingColumns, write_counts
+from aquifer.kernels.sampling.reference import sample_reference
+from aquifer.kernels.sampling.sample import sample
 
 
 @dataclass(frozen=True)

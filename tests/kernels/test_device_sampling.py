@@ -20,9 +20,10 @@ from tests.kernels.sampling_batches import (
     random_logits,
 )
 
-from aquifer.kernels import sampling
-from aquifer.kernels.sampling import Variant, sample, sample_reference
-from aquifer.kernels.sampling_columns import SamplingColumns
+from aquifer.kernels.sampling import sample as sampling
+from aquifer.kernels.sampling.columns import SamplingColumns
+from aquifer.kernels.sampling.reference import sample_reference
+from aquifer.kernels.sampling.sample import Variant, sample
 
 FLAT = [
     Params(temperature=2.0, top_p=0.97),

@@ -14,8 +14,8 @@ from tests.kernels.sampling_batches import (
     check_padding,
 )
 
-from aquifer.kernels.sampling import sample
-from aquifer.kernels.sampling_columns import SamplingColumns
+from aquifer.kernels.sampling.columns import SamplingColumns
+from aquifer.kernels.sampling.sample import sample
 
 HOST = torch.device("cpu")
 FLAT = [  # more tokens than are sorted at first

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from aquifer.kernels.philox import philox, uniform
+from aquifer.kernels.sampling.philox import philox, uniform
 
 
 def philox_reference(counter: Sequence[int], key: Sequence[int]) -> list[int]:

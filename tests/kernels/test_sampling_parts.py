@@ -6,8 +6,8 @@ import pytest
 import torch
 from tests.kernels.sampling_batches import GREEDY, Batch, Params, random_logits
 
-from aquifer.kernels.sampling_columns import SamplingColumns
-from aquifer.kernels.sampling_parts import (
+from aquifer.kernels.sampling.columns import SamplingColumns
+from aquifer.kernels.sampling.parts import (
     VocabularyPart,
     choose,
     choose_reference,

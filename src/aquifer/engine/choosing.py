@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from aquifer.engine.sampler import Sampler, SamplingMode
-from aquifer.kernels.sampling_parts import VocabularyPart, choose, summarise
+from aquifer.kernels.sampling.parts import VocabularyPart, choose, summarise
 from aquifer.models import Model
 from aquifer.models.collectives import Collectives
 

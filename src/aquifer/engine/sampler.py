@@ -21,8 +21,8 @@ from aquifer.cache.base import IntArray
 from aquifer.engine.outputs import TokenLogprobs
 from aquifer.engine.params import SamplingParams
 from aquifer.engine.step_input import SlotAssignment
-from aquifer.kernels.sampling import Variant, sample
-from aquifer.kernels.sampling_columns import SamplingColumns, write_counts
+from aquifer.kernels.sampling.columns import SamplingColumns, write_counts
+from aquifer.kernels.sampling.sample import Variant, sample
 from aquifer.memory.transfer import Uploads, download, upload
 
 

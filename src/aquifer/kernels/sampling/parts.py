@@ -7,7 +7,7 @@ stay where they are, and ranks exchange what the choice depends on:
    exp(score), into its own part of a table that is zero elsewhere.
 2. The caller adds up the tables of all ranks, and so joins them.
 3. `choose`: greedy rows have their token in the table. For the others, every rank finds the chunk
-   in which the running sum passes the row's number, as `aquifer.kernels.sampling` does. The rank
+   in which the running sum passes the row's number, as `pick.py` does. The rank
    that has the chunk looks up the token, and all others write 0.
 4. The caller adds up what all ranks have written.
 
@@ -31,14 +31,10 @@ from aquifer.kernels._triton import (
     tensor,
     tl,
 )
-from aquifer.kernels.sampling import (
-    CHUNK,
-    draw_number,
-    first_above,
-    load_scores,
-    number_reference,
-)
-from aquifer.kernels.sampling_columns import GREEDY_BELOW, IN_PROMPT, SamplingColumns
+from aquifer.kernels.sampling.columns import GREEDY_BELOW, IN_PROMPT, SamplingColumns
+from aquifer.kernels.sampling.reference import number_reference
+from aquifer.kernels.sampling.sample import CHUNK
+from aquifer.kernels.sampling.scores import draw_number, first_above, load_scores
 
 _NO_TOKEN = 1 << 24
 """More than any token; float32, as the table has them, counts exactly up to here."""

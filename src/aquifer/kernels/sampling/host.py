@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from aquifer.kernels.philox import uniform
-from aquifer.kernels.sampling_columns import GREEDY_BELOW, IN_PROMPT, SamplingColumns
+from aquifer.kernels.sampling.columns import GREEDY_BELOW, IN_PROMPT, SamplingColumns
+from aquifer.kernels.sampling.philox import uniform
 
 _BLOCK_ROWS = 32
 _CANDIDATES = 1024  # most probable tokens, which are sorted first
