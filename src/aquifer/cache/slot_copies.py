@@ -15,6 +15,7 @@ from typing import NamedTuple, cast
 from aquifer.cache.shared_pages import SharedPages
 from aquifer.cache.slot_pages import SlotPages
 from aquifer.cache.tensors import KVTensors
+from aquifer.errors import InvariantError
 from aquifer.memory.pages import Page
 from aquifer.memory.range import VirtualRange
 from aquifer.memory.runs import are_equal, join, num_equal
@@ -98,6 +99,7 @@ class SlotCopies:
         targets = [range(first + run.start, first + run.end) for run in copied]
         sources: list[int] = []
         copied_pages = [run.page for run in copied]
+        opened: dict[Page, int] = {}  # windows of this call
         pages = join([*(run.pages for run in shared), copied_pages])
         with ExitStack() as undo:
             # Users come first: to make room for an acquisition, held pages may be dropped.
@@ -111,7 +113,7 @@ class SlotCopies:
                 undo.callback(residency.give_up, [i for each in targets for i in each])
             for run in copied:
                 if parent is None:
-                    sources.append(self._open_window(run.page, undo) + run.offset)
+                    sources.append(self._open_window(run.page, opened, undo) + run.offset)
                 else:
                     sources.append(parent * self._slots.slot_pages + run.start)
             for start, run_pages in shared:
@@ -129,8 +131,7 @@ class SlotCopies:
             self._tensors.copy(source * page_bytes, target.start * page_bytes, length)
             self.pages.append(run.page)
             self._targets.update(self._tensors.range.pages_at(target))
-            if parent is None:
-                self._open_windows[run.page] = source - run.offset
+        self._open_windows.update(opened)
         self._slots.set(slot, end, begin)
         return True
 
@@ -151,14 +152,26 @@ class SlotCopies:
         """Give up pages that follow each other from an index on."""
         self._residency.give_up(self._residency.places(index, pages))
 
-    def _open_window(self, page: Page, undo: ExitStack) -> int:
-        """Map a page where a copy can read it until the next `launch`; returns the index."""
-        if page in self._open_windows:
-            return self._open_windows[page]
+    def _open_window(self, page: Page, opened: dict[Page, int], undo: ExitStack) -> int:
+        """Map a page where a copy can read it until the next `launch`.
+
+        Args:
+            page: the page.
+            opened: windows that were opened since `_open_windows` was changed; this one is added.
+            undo: closes it.
+
+        Returns: its index.
+        """
+        all_open = self._open_windows | opened
+        if page in all_open:
+            return all_open[page]
+        taken = set(all_open.values())
+        if len(taken) >= self._num_windows:
+            raise InvariantError("more pages are copied at once than there are windows")
         # The window of its last copy, if it is mapped there still.
         left = (i for i in self._residency.left_with(page) if i >= self._first_window)
         index = next(left, -1)
-        while index < 0 or index in self._open_windows.values():
+        while index < 0 or index in taken:
             index = self._first_window + self._next_window * self._slots.units
             self._next_window = (self._next_window + 1) % self._num_windows
         with ExitStack() as undo_hold:
@@ -167,6 +180,7 @@ class SlotCopies:
             self._residency.alias(index, [page])
             undo_hold.pop_all()
         undo.callback(self._residency.give_up, [index])
+        opened[page] = index
         return index
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from operator import add, sub
@@ -54,6 +55,8 @@ class VirtualRange:
         self._offsets: Records[int] = Records()
         # The units of the page at each index, where it has several.
         self._units: Records[int] = Records()
+        # The threads that map and unmap change both at the same time, at places of their own.
+        self._writing = threading.Lock()
 
     @property
     def pages(self) -> Mapping[int, Page]:
@@ -104,19 +107,20 @@ class VirtualRange:
     def note(self, index: int, pages: Sequence[Page]) -> None:
         """Note that pages of one size were mapped at the places from an index on."""
         size = self.num_places(pages[0]) if pages else 1
-        if len(pages) == 1 and size == 1:
-            self._offsets.put(index, pages[0] - index)
-        elif size > 1:
-            self._has_large = True
-            self._units.fill(range(index, index + len(pages) * size), size)
-            for first, page in zip(range(index, self.num_pages, size), pages, strict=False):
-                self._offsets.fill(range(first, first + size), page - first)
-        elif isinstance(pages, range):
-            indices = range(index, index + len(pages))
-            self._offsets.fill(indices, pages.start - index if pages else None)
-        else:
-            indices = range(index, index + len(pages))
-            self._offsets.assign(indices, list(map(sub, pages, indices)))
+        with self._writing:
+            if len(pages) == 1 and size == 1:
+                self._offsets.put(index, pages[0] - index)
+            elif size > 1:
+                self._has_large = True
+                self._units.fill(range(index, index + len(pages) * size), size)
+                for first, page in zip(range(index, self.num_pages, size), pages, strict=False):
+                    self._offsets.fill(range(first, first + size), page - first)
+            elif isinstance(pages, range):
+                indices = range(index, index + len(pages))
+                self._offsets.fill(indices, pages.start - index if pages else None)
+            else:
+                indices = range(index, index + len(pages))
+                self._offsets.assign(indices, list(map(sub, pages, indices)))
 
     def num_places(self, page: Page) -> int:
         """Indices that a page takes."""
@@ -245,9 +249,10 @@ class VirtualRange:
             count, address = end - start, self._address(places[start])
             self._table.unmap_places(address, size * self.page_bytes, count)
             indices = range(places[start], places[start] + count * size)
-            self._offsets.fill(indices, None)
-            if size > 1:
-                self._units.fill(indices, None)
+            with self._writing:
+                self._offsets.fill(indices, None)
+                if size > 1:
+                    self._units.fill(indices, None)
 
     @cached_property
     def _flat(self) -> torch.Tensor:
