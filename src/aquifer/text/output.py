@@ -19,10 +19,15 @@ from aquifer.engine.params import Request
 from aquifer.text.tokenizer import Tokenizer
 
 _PRIMING_TOKENS = 5  # last prompt tokens decoded first: they decide the output's leading space
+_MAX_WAITING_TOKENS = 16
+"""Tokens that may wait for the rest of a character: each step decodes all of them again."""
+_CHARACTER_TOKENS = 4  # the most that one character takes: UTF-8 has at most 4 bytes for it
 
 
 class Detokenizer:
     """Incremental decoder of an output's tokens; it never returns part of a character.
+
+    Bytes that are no character come out as U+FFFD: with the next character, or once they are many.
 
     Args:
         tokenizer: the model's.
@@ -33,22 +38,62 @@ class Detokenizer:
     def __init__(
         self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool
     ) -> None:
+        self._tokenizer = tokenizer
         self._backend = tokenizer.backend
         self._skip_special_tokens = skip_special_tokens
+        self._left_out = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
         priming = list(prompt_token_ids[-_PRIMING_TOKENS:])
-        if tokenizer.decode(priming, skip_special_tokens).endswith("\ufffd"):
+        if self._decode(priming).endswith("\ufffd"):
             priming = []  # part of a character: the output's first token must not complete it
-        self._stream = DecodeStream(ids=priming, skip_special_tokens=skip_special_tokens)
+        self._restart(priming)
+
+    def _restart(self, context: Sequence[int]) -> None:
+        """Begin a stream after tokens whose text was returned."""
+        self._stream = DecodeStream(ids=context, skip_special_tokens=self._skip_special_tokens)
+        # held = context + waiting tokens: what the stream decodes at the next step.
+        self._held = list(context)
+        self._num_context = len(context)
+        self._num_shown_chars = 0  # beginning of the stream's next text that was returned before
 
     def push(self, token_id: int) -> str:
         """Add a token; return the text that it completes, possibly empty."""
+        if token_id in self._left_out or self._backend.id_to_token(token_id) is None:
+            return ""  # decoding leaves it out, and the stream would hold it until text comes
+        self._held.append(token_id)
         try:
-            return self._stream.step(self._backend, token_id) or ""
+            text = self._stream.step(self._backend, token_id)
         except Exception:
             # The backend raises a bare Exception("Invalid prefix") if the text of a prefix
             # changes with the tokens that follow. A new stream gives this token's own text.
-            self._stream = DecodeStream(ids=[], skip_special_tokens=self._skip_special_tokens)
-            return self._stream.step(self._backend, token_id) or ""
+            self._restart([])
+            self._held.append(token_id)
+            text = self._stream.step(self._backend, token_id)
+        if text:
+            text = text[self._num_shown_chars :]
+            self._num_shown_chars = 0
+            del self._held[: self._num_context]
+            self._num_context = len(self._held)
+            return text
+        if len(self._held) - self._num_context < _MAX_WAITING_TOKENS:
+            return ""
+        return self._cut()
+
+    def _cut(self) -> str:
+        """Return the text of the waiting tokens, but for a character that may be incomplete."""
+        num_shown_chars = self._num_shown_chars + len(self._decode(self._held[: self._num_context]))
+        text = self._decode(self._held)[num_shown_chars:]
+        last = self._held[-_CHARACTER_TOKENS:]
+        self._restart(last)
+        last_text = self._decode(last)
+        if last_text.endswith("\ufffd"):
+            # The stream will return the text of all these tokens, once a character is complete.
+            self._num_context = 0
+            self._num_shown_chars = len(last_text) - 1
+            text = text[:-1]
+        return text
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, self._skip_special_tokens)
 
 
 class StopStrings:

@@ -34,6 +34,9 @@ class Tokenizer:
         chat_template: Jinja source, or None if the model has none.
         special_tokens: variables of the template, such as `bos_token`.
         config: fields of the checkpoint's `tokenizer_config.json`, for `info`.
+
+    Attributes:
+        special_token_ids: the tokens that `decode` leaves out, if it is to.
     """
 
     def __init__(
@@ -47,6 +50,10 @@ class Tokenizer:
         self.chat_template = chat_template
         self._special_tokens = dict(special_tokens)
         self._config = dict(config or {})
+        added = backend.get_added_tokens_decoder()
+        self.special_token_ids = frozenset(
+            token_id for token_id, token in added.items() if token.special
+        )
         self._max_token_chars = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
 
     @classmethod
