@@ -86,6 +86,14 @@ def test_bad_fields_of_completions(idle_server: RunningServer, field: str, value
     _check(idle_server.call("POST", COMPLETIONS, body), 400, words, field)
 
 
+@pytest.mark.parametrize("field", ["n", "best_of"])
+def test_completions_of_several_prompts_are_bounded(idle_server: RunningServer, field: str):
+    body = {"model": "tiny", "prompt": ["x"] * 9, field: 128}
+    answer = idle_server.call("POST", COMPLETIONS, body)
+    _check(answer, 400, "1152 completions (9 prompts, 128 completions of each)", "prompt")
+    assert "at most 1024" in answer[1]["error"]["message"]
+
+
 def test_token_ids_of_parameters_must_exist(idle_server: RunningServer):
     for field, value in (
         ("stop_token_ids", [VOCAB_SIZE]),

@@ -25,13 +25,14 @@ class EngineClient:
 
     Args:
         backend: the rest of the server.
-        max_prompts: maximum number of requests added at once: they all wait for the next step.
+        max_completions: maximum number of completions that are added at once for several prompts:
+            they all wait for the next step.
         process: the web process's serial number.
     """
 
-    def __init__(self, backend: Backend, max_prompts: int, process: int) -> None:
+    def __init__(self, backend: Backend, max_completions: int, process: int) -> None:
         self.backend = backend
-        self.max_prompts = max_prompts
+        self.max_completions = max_completions
         self._routes = Routes(first_number(process))
         self._pacer = Pacer()
 

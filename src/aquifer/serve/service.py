@@ -162,17 +162,26 @@ class Service:
             return parse_body(kind, content)
         return await self._sandbox.run("reading the body", None, parse_body, kind, content)
 
-    async def prompts(self, model: ServedModel, body: CompletionRequest) -> list[EncodedPrompt]:
+    async def prompts(
+        self, model: ServedModel, body: CompletionRequest, num_completions: int
+    ) -> list[EncodedPrompt]:
         """Tokenise and check the prompts of a completions request.
 
+        Args:
+            model: the model.
+            body: the request.
+            num_completions: completions of each prompt.
+
         Raises:
-            RequestError: one of them is invalid.
+            RequestError: one of them is invalid, or they are too many.
         """
         all_given = body.prompts()
-        limit = self.client.max_prompts
-        if len(all_given) > limit:
+        limit = self.client.max_completions
+        if len(all_given) > 1 and len(all_given) * num_completions > limit:
             raise RequestError(
-                f"the request has {len(all_given)} prompts; this server accepts at most {limit}",
+                f"the request asks for {len(all_given) * num_completions} completions "
+                f"({len(all_given)} prompts, {num_completions} completions of each); this server "
+                f"accepts at most {limit} in a request; send several requests",
                 param="prompt",
             )
         num_chars = sum(map(len, all_given))

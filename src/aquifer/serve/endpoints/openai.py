@@ -58,7 +58,7 @@ async def completions(
     arrival_s = time.monotonic()
     model = service.model(body.model)
     params = body.params(model.text.defaults)
-    prompts = await service.prompts(model, body)
+    prompts = await service.prompts(model, body, params.num_completions)
     response_id = f"cmpl-{uuid4().hex}"
     salt = joined_salt(service.owner(request), body.cache_salt)
     client = service.client_name(request)
