@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -32,6 +33,8 @@ from aquifer.serve.protocol.responses import (
 from aquifer.text import Delta
 
 _LOWEST_LOGPROB = -9999.0  # replaces -inf, which JSON cannot express
+_ENTRIES_AT_ONCE = 2048
+"""Log probabilities of a whole response that are written before other tasks have their turn."""
 
 
 @dataclass(slots=True)
@@ -164,6 +167,43 @@ def event_of(body: BaseModel) -> bytes:
     return b"data: " + body.model_dump_json().encode() + b"\n\n"
 
 
+def _json_with(body: BaseModel, field: str, value: bytes) -> bytes:
+    """Return a body's JSON with another value of a field.
+
+    Args:
+        body: the body.
+        field: a field that is None or an empty list there, and that has a name of its own.
+        value: the value's JSON.
+    """
+    empty = b"null" if getattr(body, field) is None else b"[]"
+    before, key, after = body.model_dump_json().encode().partition(f'"{field}":'.encode() + empty)
+    return before + key.removesuffix(empty) + value + after
+
+
+async def _json_of_logprobs(
+    piece: Piece, num_top: int, logprobs_of: Callable[[Piece], BaseModel | None]
+) -> bytes:
+    """Return the JSON of a whole completion's log probabilities; other tasks run meanwhile.
+
+    Args:
+        piece: the completion.
+        num_top: how many log probabilities were requested for each token.
+        logprobs_of: makes the log probabilities of a part: lists with an item for each token.
+    """
+    num_tokens = max(_ENTRIES_AT_ONCE // (num_top + 1), 1)
+    lists: defaultdict[str, list[bytes]] = defaultdict(list)
+    for start in range(0, max(len(piece.token_ids), 1), num_tokens):
+        part = slice(start, start + num_tokens)
+        logprobs = logprobs_of(
+            Piece(token_ids=piece.token_ids[part], logprobs=piece.logprobs[part])
+        )
+        for name, values in logprobs or ():
+            lists[name].append(to_json(values, inf_nan_mode="null")[1:-1])
+        await asyncio.sleep(0)
+    fields = [f'"{name}":['.encode() + b",".join(parts) + b"]" for name, parts in lists.items()]
+    return b"{" + b",".join(fields) + b"}"
+
+
 class CompletionWriter:
     """Writer of the response to a completions request, whole or in chunks.
 
@@ -196,11 +236,10 @@ class CompletionWriter:
 
     def chunk(self, job_index: int, index: int, piece: Piece) -> CompletionResponse:
         """Return a part of one completion of one prompt."""
+        choice = self._choice(job_index, index, piece)
+        choice.logprobs = self._logprobs(self._jobs[job_index], choice.index, piece)
         return CompletionResponse(
-            id=self._id,
-            created=self._created,
-            model=self._model,
-            choices=[self._choice(job_index, index, piece)],
+            id=self._id, created=self._created, model=self._model, choices=[choice]
         )
 
     def usage_chunk(self) -> CompletionResponse:
@@ -213,34 +252,41 @@ class CompletionWriter:
             usage=usage_of(self._jobs),
         )
 
-    def response(self, pieces: Sequence[Sequence[Piece]]) -> CompletionResponse:
-        """Return the whole response, from the whole completions of each prompt."""
-        return CompletionResponse(
-            id=self._id,
-            created=self._created,
-            model=self._model,
-            choices=[
-                self._choice(job_index, index, piece)
-                for job_index, pieces_of_job in enumerate(pieces)
-                for index, piece in enumerate(pieces_of_job)
-            ],
-            usage=usage_of(self._jobs),
+    async def response(self, pieces: Sequence[Sequence[Piece]]) -> bytes:
+        """Return the whole response's JSON, from the whole completions of each prompt.
+
+        Other tasks run between parts of many log probabilities.
+        """
+        choices = [
+            await self._whole_choice(job_index, index, piece)
+            for job_index, pieces_of_job in enumerate(pieces)
+            for index, piece in enumerate(pieces_of_job)
+        ]
+        return _json_with(self.usage_chunk(), "choices", b"[" + b",".join(choices) + b"]")
+
+    async def _whole_choice(self, job_index: int, index: int, piece: Piece) -> bytes:
+        """Return the JSON of a choice that is a whole completion."""
+        choice = self._choice(job_index, index, piece)
+        job = self._jobs[job_index]
+        if (num_top := job.request.params.logprobs) is None:
+            return choice.model_dump_json().encode()
+        logprobs = await _json_of_logprobs(
+            piece, num_top, lambda part: self._logprobs(job, choice.index, part)
         )
+        return _json_with(choice, "logprobs", logprobs)
 
     def _choice(self, job_index: int, index: int, piece: Piece) -> CompletionChoice:
-        """Return one choice; choices are numbered prompt by prompt."""
-        job = self._jobs[job_index]
-        number = job_index * job.request.params.n + index
-        wants_logprobs = job.request.params.logprobs is not None
+        """Return one choice without log probabilities; choices are numbered prompt by prompt."""
         return CompletionChoice(
-            index=number,
+            index=job_index * self._jobs[job_index].request.params.n + index,
             text=piece.text,
-            logprobs=self._logprobs(job, number, piece) if wants_logprobs else None,
             finish_reason=piece.finish_reason,
             stop_reason=piece.stop_reason,
         )
 
-    def _logprobs(self, job: Job, number: int, piece: Piece) -> CompletionLogprobs:
+    def _logprobs(self, job: Job, number: int, piece: Piece) -> CompletionLogprobs | None:
+        if job.request.params.logprobs is None:
+            return None
         logprobs = CompletionLogprobs()
         for token_id, entry in zip(piece.token_ids, piece.logprobs, strict=True):
             if entry is None:  # the prompt's first token has no log probability
@@ -321,24 +367,33 @@ class ChatWriter:
             usage=usage_of([self._job]),
         )
 
-    def response(self, pieces: Sequence[Piece]) -> ChatCompletionResponse:
-        """Return the whole response, from whole completions."""
-        choices = [
-            ChatChoice(
-                index=index,
-                message=AssistantMessage(content=piece.text),
-                logprobs=self._logprobs(piece),
-                finish_reason=piece.finish_reason,
-                stop_reason=piece.stop_reason,
-            )
-            for index, piece in enumerate(pieces)
-        ]
-        return ChatCompletionResponse(
+    async def response(self, pieces: Sequence[Piece]) -> bytes:
+        """Return the whole response's JSON, from whole completions.
+
+        Other tasks run between parts of many log probabilities.
+        """
+        choices = [await self._whole_choice(index, piece) for index, piece in enumerate(pieces)]
+        response = ChatCompletionResponse(
             id=self._id,
             created=self._created,
             model=self._model,
-            choices=choices,
+            choices=[],
             usage=usage_of([self._job]),
+        )
+        return _json_with(response, "choices", b"[" + b",".join(choices) + b"]")
+
+    async def _whole_choice(self, index: int, piece: Piece) -> bytes:
+        """Return the JSON of a choice that is a whole completion."""
+        choice = ChatChoice(
+            index=index,
+            message=AssistantMessage(content=piece.text),
+            finish_reason=piece.finish_reason,
+            stop_reason=piece.stop_reason,
+        )
+        if (num_top := self._job.request.params.logprobs) is None:
+            return choice.model_dump_json().encode()
+        return _json_with(
+            choice, "logprobs", await _json_of_logprobs(piece, num_top, self._logprobs)
         )
 
     def _logprobs(self, piece: Piece) -> ChatLogprobs | None:

@@ -28,7 +28,6 @@ from aquifer.serve.http import (
     EventShortcut,
     EventStream,
     begin_now,
-    json_response,
     response_to,
     unless_disconnected,
 )
@@ -77,7 +76,8 @@ async def completions(
     writer = CompletionWriter(response_id, model.info.name, jobs)
     if not body.stream:
         await unless_disconnected(request.receive, service.finish(jobs))
-        return json_response(writer.response([*map(whole_pieces, jobs, echoes)]))
+        content = await writer.response([*map(whole_pieces, jobs, echoes)])
+        return Response(content, media_type="application/json")
     buffers = [
         [PieceBuffer(job, echo) for _ in range(params.n)]
         for job, echo in zip(jobs, echoes, strict=True)
@@ -117,7 +117,8 @@ async def chat_completions(
     writer = ChatWriter(response_id, model.info.name, jobs[0])
     if not body.stream:
         await unless_disconnected(request.receive, service.finish(jobs))
-        return json_response(writer.response(whole_pieces(jobs[0])))
+        content = await writer.response(whole_pieces(jobs[0]))
+        return Response(content, media_type="application/json")
     buffers = [[PieceBuffer(jobs[0]) for _ in range(params.n)]]
     return await stream(
         request,
