@@ -124,7 +124,7 @@ class FakeEngine:
 
     def unpin_prefix(self, model: str, token_ids: list[int], salt: str | None) -> None:
         assert model == self._name
-        self._pinned.remove((salt, tuple(token_ids)))
+        self._pinned.discard((salt, tuple(token_ids)))
 
     idle_s = None
 

@@ -39,9 +39,11 @@ from aquifer.serve.messages import (
     Remove,
     Step,
     ToEngine,
+    Unpin,
     Withdraw,
     first_number,
 )
+from aquifer.serve.questions import ANSWER_S
 
 STATS = EngineStats({}, {}, {}, 0.0, {}, {})
 
@@ -68,6 +70,7 @@ class Link:
     def __init__(self, config: EngineConfig, fails: str | None = None) -> None:
         self.names = [model.name for model in config.models]
         self.refuses: str | None = None
+        self.answers_pins = True
         self.sent: list[ToEngine] = []
         self._fails = fails
         self._is_gone = False
@@ -119,7 +122,7 @@ class Link:
                 self.say(Registered(error if known else info(model.name)))
             case Remove():
                 self.say(Managed(None))
-            case Pin(_, token_ids):
+            case Pin(_, token_ids) if self.answers_pins:
                 self.say(Pinned(len(token_ids)))
             case Close():
                 self.kill()
@@ -485,6 +488,32 @@ def test_what_was_pinned_on_a_device_that_left_is_pinned_on_the_next() -> None:
         again.ready()
         await settle()
         assert len(again.of(Pin)) == 1
+
+    run(test())
+
+
+def test_a_pin_that_is_answered_too_late_is_undone() -> None:
+    """The engine does it all the same, and the client was told that it failed."""
+
+    async def test() -> None:
+        server = Server("m")
+        link = await server.add("a")
+        link.answers_pins = False
+        pinning = asyncio.create_task(server.engines.pin("m", [1, 2], "salt", "client"))
+        await settle()
+        loop = asyncio.get_running_loop()
+        loop.time = lambda: time.monotonic() + ANSWER_S + 1  # type: ignore[method-assign]
+        with pytest.raises(UnavailableError):
+            await pinning
+        questions = [each for each in link.sent if isinstance(each, Pin | Unpin)]
+        assert questions == [
+            Pin("m", [1, 2], "salt", "client"),
+            Unpin("m", [1, 2], "salt"),
+        ]
+        link.say(Pong(), Pinned(2), Pinned(0))
+        link.answers_pins = True
+        await settle()
+        assert await server.engines.pin("m", [1, 2, 3], None, "client") == 3
 
     run(test())
 

@@ -206,7 +206,8 @@ class EngineKeeper:
         """
         self._check_serving()
         pin = Pin(model, token_ids, salt, client)
-        num_tokens = await self._ask(pin)
+        unpin = Unpin(model, token_ids, salt)
+        num_tokens = await self._questions.ask(self._link, pin, undo=unpin)
         self.held.pins.append(pin)
         assert isinstance(num_tokens, int)
         return num_tokens

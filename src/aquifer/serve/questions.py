@@ -29,7 +29,11 @@ class Questions:
         self._waiters = Waiters()
 
     async def ask(
-        self, link: EngineLink, question: Question, timeout_s: float | None = ANSWER_S
+        self,
+        link: EngineLink,
+        question: Question,
+        timeout_s: float | None = ANSWER_S,
+        undo: Question | None = None,
     ) -> Any:
         """Send a question and return the answer, or raise it.
 
@@ -37,6 +41,7 @@ class Questions:
             link: to the engine process.
             question: the question.
             timeout_s: how long to wait; None for as long as the process lives.
+            undo: sent when the answer takes longer, as the process does what it was asked later.
         """
         waiter = self._waiters.add()
         link.send(question)
@@ -44,6 +49,9 @@ class Questions:
             async with asyncio.timeout(timeout_s):
                 return await waiter
         except TimeoutError:
+            if undo is not None:
+                self._waiters.add().cancel()  # no caller waits for its answer
+                link.send(undo)
             raise UnavailableError(
                 f"the engine has not answered for {timeout_s:g} s", RETRY_S
             ) from None
