@@ -164,6 +164,8 @@ class SamplingParams:
         )
         if self.use_beam_search:
             self._check_beam_search()
+        else:
+            self._check_no_beam_search()
         if self.max_tokens is not None:
             _require(
                 self.min_tokens <= self.max_tokens,
@@ -224,6 +226,12 @@ class SamplingParams:
         }
         for name, is_set in without_effect.items():
             _require(not is_set, name, getattr(self, name), "left out with use_beam_search")
+
+    def _check_no_beam_search(self) -> None:
+        """Refuse parameters that have an effect on a beam search only."""
+        for name, default in (("length_penalty", 1.0), ("early_stopping", False)):
+            value = getattr(self, name)
+            _require(value == default, name, value, "left out without use_beam_search")
 
     @property
     def has_penalties(self) -> bool:

@@ -323,16 +323,18 @@ class ChatCompletionRequest(SamplingFields, TemplateFields, ClientFields):
                     f"top_logprobs is {self.top_logprobs}; it must be from 0 to {MAX_LOGPROBS}",
                     param="top_logprobs",
                 )
-        max_tokens, bound = self.max_completion_tokens, BOUNDS["max_tokens"]
-        if max_tokens is not None and not bound.allows(max_tokens):
-            raise RequestError(
-                f"max_completion_tokens is {max_tokens}; it must be {bound.description}",
-                param="max_completion_tokens",
-            )
+        max_tokens, bound = self.max_tokens, BOUNDS["max_tokens"]
+        for name in ("max_tokens", "max_completion_tokens"):
+            if (value := getattr(self, name)) is not None:
+                if not bound.allows(value):
+                    raise RequestError(
+                        f"{name} is {value}; it must be {bound.description}", param=name
+                    )
+                max_tokens = value  # of both, the latter counts
         return self._params(
             defaults,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            max_tokens=self.max_tokens if max_tokens is None else max_tokens,
+            max_tokens=max_tokens,
         )
 
 
