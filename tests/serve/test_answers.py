@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.checkpoints import tiny_llama
 
-from aquifer.engine.outputs import Logprob
+from aquifer.config import ModelSpec
+from aquifer.engine.outputs import Logprob, TokenLogprobs, TokenOutput
 from aquifer.engine.params import SamplingParams
 from aquifer.serve.answers import (
     ChatWriter,
@@ -21,6 +23,7 @@ from aquifer.serve.answers import (
     PieceBuffer,
     event_of,
     usage_of,
+    whole_pieces,
 )
 from aquifer.serve.generation import EncodedPrompt, Job
 from aquifer.serve.models import TextModel
@@ -176,6 +179,22 @@ def test_whole_conversations_are_written_in_parts(num_tokens: int, num_top: int 
     content, num_turns = asyncio.run(with_turns(writer.response(pieces)))
     assert content == whole.model_dump_json().encode()
     assert num_turns >= 2 * num_tokens * ((num_top or 0) + 1) // 4096
+
+
+def test_a_token_that_is_part_of_a_character_has_its_own_bytes(tmp_path: Path):
+    model = TextModel.load(ModelSpec("tiny", tiny_llama(tmp_path / "tiny")))
+    token_ids = model.need_tokenizer().encode("é😀")
+    params = SamplingParams(n=1, logprobs=0)
+    part = Job.prepare(model, EncodedPrompt(None, [1]), params, "id", 0.0, None, "client")
+    for token_id in token_ids:
+        logprobs = TokenLogprobs([token_id], [-1.0], [1])
+        part.push(TokenOutput("id", [token_id], logprobs=[logprobs]))
+    (piece,) = whole_pieces(part)
+    (choice,) = ChatWriter("chatcmpl-1", MODEL, part).chunk(0, piece).choices
+    assert choice.logprobs is not None
+    content = [entry.bytes for entry in choice.logprobs.content]
+    assert len(content) == len(token_ids) > 2
+    assert b"".join(map(bytes, content)).decode() == "é😀"
 
 
 def _choices(body: bytes) -> tuple[bytes, bytes]:

@@ -203,6 +203,22 @@ def test_a_decoder_that_changes_its_mind_loses_no_token() -> None:
     assert "".join(pieces).replace(" ", "") == "it'sme"
 
 
+@given(text=texts)
+def test_the_bytes_of_tokens_are_those_of_their_text(tokenizer: Tokenizer, text: str) -> None:
+    parts = [tokenizer.token_bytes(token_id) for token_id in tokenizer.encode(text)]
+    assert b"".join(parts) == text.encode()
+
+
+def test_bytes_of_other_tokens(tokenizer: Tokenizer) -> None:
+    for byte, token_id in byte_tokens(tokenizer).items():
+        assert tokenizer.token_bytes(token_id) == bytes([byte])
+    assert tokenizer.token_bytes(SPECIAL_TOKENS.index("<|end|>")) == b"<|end|>"
+    assert tokenizer.token_bytes(VOCAB_SIZE + 7) == b""
+    decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    words = word_tokenizer(["<0xF0>", "é", "\ufffd"], decoder)
+    assert [words.token_bytes(i) for i in range(3)] == [b"\xf0", "é".encode(), b"\xef\xbf\xbd"]
+
+
 # --- stop strings --------------------------------------------------------------------------
 
 

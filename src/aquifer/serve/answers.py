@@ -403,11 +403,18 @@ class ChatWriter:
         content = []
         for token_id, entry in zip(piece.token_ids, piece.logprobs, strict=True):
             assert entry is not None  # only prompt tokens may have no log probability
-            best = sorted(entry.values(), key=lambda lp: lp.rank)
-            top = [_top_logprob(lp) for lp in best if lp.rank <= num_top]
-            chosen = _top_logprob(entry[token_id])
+            best = sorted(entry.items(), key=lambda item: item[1].rank)
+            top = [self._top_logprob(*item) for item in best if item[1].rank <= num_top]
+            chosen = self._top_logprob(token_id, entry[token_id])
             content.append(TokenLogprob(**chosen.model_dump(), top_logprobs=top))
         return ChatLogprobs(content=content)
+
+    def _top_logprob(self, token_id: int, logprob: Logprob) -> TopLogprob:
+        token = logprob.decoded_token or ""
+        content = token.encode()
+        if "\ufffd" in token and self._job.tokenizer is not None:
+            content = self._job.tokenizer.token_bytes(token_id)  # it is part of a character
+        return TopLogprob(token=token, logprob=_finite(logprob.logprob), bytes=list(content))
 
 
 def usage_of(jobs: Sequence[Job]) -> Usage:
@@ -420,13 +427,6 @@ def usage_of(jobs: Sequence[Job]) -> Usage:
         completion_tokens=completion_tokens,
         total_tokens=prompt_tokens + completion_tokens,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
-    )
-
-
-def _top_logprob(logprob: Logprob) -> TopLogprob:
-    token = logprob.decoded_token or ""
-    return TopLogprob(
-        token=token, logprob=_finite(logprob.logprob), bytes=list(token.encode("utf-8"))
     )
 
 

@@ -5,6 +5,7 @@ Nothing here uses the engine or torch, so a server can do all of it in another p
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,25 @@ _TEMPLATES = 'a text, or a list of objects, each with a "name" and a "template" 
 
 _MANY_TOKENS = 256
 """From here on, decoding is worth to let other threads run meanwhile."""
+
+
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+"""A token that is a byte, where only characters that are in no other token are written as bytes."""
+
+
+def _byte_characters() -> dict[str, int]:
+    """Return the bytes by the characters that byte-level tokenizers write for them.
+
+    Printable bytes are their Latin-1 character; the others are U+0100 and so on, in their order.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(0x100 + number): byte for number, byte in enumerate(others)
+    }
+
+
+_BYTES = _byte_characters()
 
 
 class Tokenizer:
@@ -139,6 +159,18 @@ class Tokenizer:
             [list(token_ids)], skip_special_tokens=skip_special_tokens
         )
         return str(text)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the UTF-8 bytes of a token; it may be part of a character."""
+        text = self.decode([token_id], skip_special_tokens=False)
+        token = self.backend.id_to_token(token_id)
+        if "\ufffd" not in text or token is None:
+            return text.encode()
+        if (fallback := _BYTE_TOKEN.fullmatch(token)) is not None:
+            return bytes.fromhex(fallback[1])
+        if all(character in _BYTES for character in token):
+            return bytes(_BYTES[character] for character in token)
+        return text.encode()
 
     def chat(self, template: str | None = None) -> ChatTemplate:
         """The chat template: the one given, or the model's own.
