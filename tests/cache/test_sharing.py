@@ -22,6 +22,7 @@ from tests.memory.queued_mapper import QueuedMapper
 
 from aquifer.cache import KV_CACHES, copies, group_cache
 from aquifer.cache.base import KVLayout, KVPart, LayerKV, Rows, Spans
+from aquifer.cache.prefix import PrefixCache
 from aquifer.cache.slot_pages import MappingOptions
 from aquifer.cache.swap import SwapSpace
 from aquifer.errors import DriverError, InvariantError
@@ -1085,3 +1086,86 @@ def test_sequences_of_one_prefix_each_find_a_slot_where_it_is_left():
         harness.release(slot)
     harness.cache.unretain(retained.blocks)
     harness.close()
+
+
+# --- several windows in one call ------------------------------------------------------------------
+
+
+def test_pages_that_are_copied_in_turns_with_others() -> None:
+    """Blocks of one large page, then of another, then of the first: it is read in one window."""
+    harness = Harness(
+        "virtual",
+        LAYOUTS["aligned"],
+        200,
+        is_late=True,
+        mapping=MappingOptions(4 * PAGE),
+        guards=False,
+    )
+    cache, device = harness.cache, harness.device
+    assert isinstance(device, LateDriver)
+    for slot in (0, 1):
+        cache.expect(slot, 33, 49)
+        assert cache.reserve(np.array([slot]), np.array([32]))
+        harness.write({slot: 32})
+    first, second = harness.blocks(0), harness.blocks(1)
+    blocks = [first[0], second[1], first[2]]
+    cache.retain(blocks)
+    for slot in (0, 1):
+        harness.release(slot)
+    device.finish()
+    for _ in range(8):
+        cache.expect(2, 33, 49)
+        assert cache.adopt(2, blocks, 24)
+        cache.upload()
+        cache.release(2)
+        device.finish()
+    cache.unretain(blocks)
+    device.finish()
+    assert not harness.pool.usage().in_use_bytes
+    harness.close()
+
+
+@pytest.mark.parametrize("layout", ["straddling", "odd", "large"])
+def test_a_system_prompt_that_ends_within_a_large_page(layout: str) -> None:
+    """Each second turn copies a part of its page, and a part of another one: many times."""
+    harness = Harness(
+        "virtual",
+        LAYOUTS[layout],
+        3000,
+        is_late=True,
+        mapping=MappingOptions(4 * PAGE),
+        guards=False,
+    )
+    cache, device = harness.cache, harness.device
+    assert isinstance(device, LateDriver)
+    generator, now_s = np.random.default_rng(0), 0.0
+    prefixes = PrefixCache(cache, lambda first, count: count * 1e-3)
+
+    def run(tokens: list[int]) -> None:
+        nonlocal now_s
+        now_s += 1.0
+        known = np.array(tokens, np.int32)
+        match = prefixes.match(known)
+        lease = prefixes.lock(match)
+        cache.expect(1, len(known), 49)
+        if match.num_tokens:
+            assert cache.adopt(1, match.blocks, match.num_tokens)
+        assert cache.reserve(np.array([1]), np.array([len(known)]))
+        cache.upload()
+        harness.launch(set())
+        prefixes.settle(lease)
+        prefixes.record(lease, now_s)
+        prefixes.insert(lease, 1, known, len(known), now_s)
+        prefixes.unlock(lease, now_s)
+        cache.release(1)
+        device.finish()
+
+    def more(count: int) -> list[int]:
+        return [int(token) for token in generator.integers(100, 1 << 30, count)]
+
+    system = list(range(1, 9))
+    run(system + more(24))
+    for _ in range(20):
+        turn = system + more(14)
+        run(turn)
+        run(turn + more(14))
