@@ -18,7 +18,7 @@ All of it is for the engine's loop.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -121,7 +121,9 @@ class Losses:
     def __init__(self, log: EvictionLog, loser: Owner) -> None:
         self._log = log
         self._loser = loser
-        self._lost: dict[Hashable, Eviction] = {}  # by key, the oldest first
+        # By key, the oldest first. Of a plain dict, the first key takes long to find after many
+        # were deleted there.
+        self._lost: OrderedDict[Hashable, Eviction] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._lost)
@@ -140,7 +142,7 @@ class Losses:
             lost.pop(key, None)  # the latest loss of an item is the one that is paid for
             lost[key] = entry
         while len(lost) > _MOST_KEYS:
-            del lost[next(iter(lost))]
+            lost.popitem(last=False)
 
     def restored(self, costs: Iterable[tuple[Hashable, float]]) -> None:
         """Record that items are there again; those that were not evicted are left out.
