@@ -311,6 +311,11 @@ def test_text_that_names_no_model(text: str) -> None:
         ModelSpec.parse(text)
 
 
+def test_a_path_that_cannot_be_looked_at() -> None:
+    with pytest.raises(ConfigError, match=r"no such model: /x+: File name too long"):
+        ModelSpec.parse("/" + "x" * 300).check_path()
+
+
 def test_no_model_has_an_empty_name() -> None:
     for name, aliases in [("", ()), ("a", ("b", ""))]:
         with pytest.raises(ConfigError, match="the model at x has an empty name"):

@@ -89,7 +89,13 @@ class ModelSpec:
         Raises:
             ConfigError: it does not, and cannot be.
         """
-        if self.hub_id is None and not self.path.exists():
+        if self.hub_id is not None:
+            return
+        try:
+            exists = self.path.exists()
+        except OSError as error:  # a name too long, or a folder that may not be looked into
+            raise ConfigError(f"no such model: {self.path}: {error.strerror}") from error
+        if not exists:
             raise ConfigError(
                 f"no such model: {self.path} does not exist; give the path of a folder, ORG/NAME "
                 "of the Hugging Face hub, or 'demo'"

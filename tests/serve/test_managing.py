@@ -95,6 +95,9 @@ def test_keep_alive_of_a_request(narrow: RunningServer):
     state = states(narrow)["a"]
     assert state["keep_alive_seconds"] == 3600
     assert 0 < state["seconds_left"] <= 3600
+    # Longer than a pipe can be waited for, which is what an idle engine does.
+    assert complete(narrow, "a", keep_alive="30d")[0] == 200
+    assert narrow.call("GET", "/health")[0] == 200
     assert complete(narrow, "a", keep_alive=-1)[0] == 200
     state = states(narrow)["a"]
     assert (state["keep_alive_seconds"], state["seconds_left"]) == (None, None)

@@ -190,6 +190,7 @@ def test_a_checkpoint_that_is_gone_when_the_engine_process_died(
         status, answer = complete(server, "b")
         assert status == 503
         assert "'b' is out of service: it could not be loaded again (" in answer["error"]["message"]
+        assert server.call("POST", "/models/b/load")[0] == 503
         assert remove(server, "b")[0] == 200
         assert add(server, f"b={other}")[0] == 200
         assert complete(server, "b")[0] == 200

@@ -59,6 +59,9 @@ from aquifer.serve.messages import (
 from aquifer.serve.open_completions import OpenCompletions
 from aquifer.serve.pipe import ignore_stop_signals
 
+_MOST_IDLE_S = 3600.0
+"""Time after which an idle engine looks again; a pipe cannot be waited for longer than 24 days."""
+
 
 class EngineLike(Protocol):
     """Interface of the engine to this loop; `aquifer.engine.engine.Engine` implements it.
@@ -291,6 +294,8 @@ def _run(
         if not engine.has_work:
             current.clear()
             timeout_s = engine.idle_s
+            if timeout_s is not None:
+                timeout_s = min(timeout_s, _MOST_IDLE_S)
         while not engine.should_step and connection.poll(timeout_s):
             timeout_s = 0.0
             message: ToEngine = connection.recv()

@@ -215,6 +215,10 @@ class WebProcesses:
             value = await getattr(self._hub, question.method)(*question.args)
         except AquiferError as error:
             process.send(Answer(question.number, None, error))
+        except Exception as error:  # the process waits for an answer
+            _logger.exception("a question of a web process failed")
+            reason = EngineError(f"internal error ({type(error).__name__}); see the server's log")
+            process.send(Answer(question.number, None, reason))
         else:
             process.send(Answer(question.number, value))
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, get_args
 
 from fastapi import Request, Response
 
-from aquifer.engine.reports import ModelState
+from aquifer.engine.reports import MemoryReport, ModelMemory, ModelState
 from aquifer.errors import RequestError
 from aquifer.serve.http import error_response, json_response
 from aquifer.serve.messages import ModelVerb
@@ -15,6 +15,7 @@ from aquifer.serve.protocol.requests import ModelRequest
 from aquifer.serve.protocol.responses import ModelRemoved
 from aquifer.serve.service import Served, parsed
 from aquifer.serve.snapshots import model_dict, models_dict
+from aquifer.serve.supervisor import out_of_service
 
 _PAUSE_S = 0.05
 """How long to wait before asking again whether a model is loaded."""
@@ -69,11 +70,11 @@ async def manage(
         return error_response(404, f"{verb!r} is none of {', '.join(known)}")
     model = service.model(model_id)
     name, backend = model.info.name, service.backend
-    num_loads = (await backend.memory()).models[name].status.num_loads
+    num_loads = _memory_of(name, await backend.memory(), service).status.num_loads
     await backend.manage(verb, name)  # type: ignore[arg-type]
     while True:
         report = await backend.memory()
-        status = report.models[name].status
+        status = _memory_of(name, report, service).status
         has_ended = status.state == ModelState.RESIDENT or status.num_loads > num_loads
         if verb not in _LOADING or has_ended:
             return model_dict(name, report, model.info)
@@ -82,6 +83,18 @@ async def manage(
         if await request.is_disconnected():
             return Response(status_code=499)
         await asyncio.sleep(_PAUSE_S)
+
+
+def _memory_of(name: str, report: MemoryReport, service: Served) -> ModelMemory:
+    """What a report says of a model.
+
+    Raises:
+        UnavailableError: no engine has it.
+    """
+    if name not in report.models:
+        reasons = service.backend.availability.out_of_service
+        raise out_of_service(name, reasons.get(name, "no device serves it"))
+    return report.models[name]
 
 
 def _is_of_other_site(request: Request) -> bool:
