@@ -92,6 +92,7 @@ class _TinyPlan:
         self.config = checkpoint.config
         self.vocab_size: int = checkpoint.config["vocab_size"]
         self.kv_limits: tuple[int, ...] = ()
+        self.has_reusable_kv = True
         self.max_model_len: int = checkpoint.config["max_position_embeddings"]
         self.kv_layout = KVLayout(kv_layers, dtype)
         self.parameters = tuple(

@@ -38,6 +38,7 @@ class _WrappedPlan:
         self.num_parameters = plan.num_parameters
         self.vocab_size = plan.vocab_size
         self.kv_limits = plan.kv_limits
+        self.has_reusable_kv = plan.has_reusable_kv
         self.max_model_len = plan.max_model_len
         self.kv_layout = plan.kv_layout
         self.state_layout = plan.state_layout

@@ -131,7 +131,7 @@ class ModelHost(ModelLife):
                         mapping_options(config, assembly.pool),
                         _bucket_options(config),
                     ),
-                    keeps_prefixes=config.enable_prefix_caching,
+                    keeps_prefixes=config.enable_prefix_caching and plan.has_reusable_kv,
                     recompute_s=self.prefill_cost.seconds,
                     num_spare_slots=self._num_spare_slots,
                     kv_limits=plan.kv_limits,

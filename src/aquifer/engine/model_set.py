@@ -365,11 +365,9 @@ class ModelSet(Generic[HostT]):
         Raises:
             ConfigError: it could not.
         """
-        pinned = {other for other in self if other.is_pinned}
-        if not pinned:
-            return
-        num_bytes = self._reuse.distinct_bytes(other.weights.member for other in {host, *pinned})
-        if self._kv_pages_beside(num_bytes) < host.lane.cache.footprint.pages(1):
+        pinned = [other for other in self if other.is_pinned]
+        num_bytes = self._weight_bytes(host)
+        if pinned and self._kv_pages_beside(num_bytes) < host.lane.cache.footprint.pages(1):
             names = ", ".join(sorted(other.info.name for other in pinned))
             raise ConfigError(
                 f"{host.info.name} could not be loaded beside what is pinned ({names}): together "
@@ -397,21 +395,23 @@ class ModelSet(Generic[HostT]):
         Args:
             usage: usage of the pool, now.
         """
-        weight_bytes = sum(
-            num_bytes
-            for owner, num_bytes in usage.in_use_bytes.items()
-            if owner.kind == Kind.WEIGHTS
-        )
-        return usage.overhead_bytes + weight_bytes + self.pinned_bytes
+        return usage.overhead_bytes + usage.of_kind(Kind.WEIGHTS) + self.pinned_bytes
 
     def kv_pages(self, host: HostT) -> int:
-        """The most pages that a model's KV can have, without weights of others in the pool."""
-        return host.lane.cache.footprint.limited(self._kv_pages_beside(host.info.weight_bytes))
+        """The most pages that a model's KV can have, beside weights that cannot go."""
+        return host.lane.cache.footprint.limited(self._kv_pages_beside(self._weight_bytes(host)))
 
     @property
     def least_kv_pages(self) -> int:
         """The most pages that KV can have beside the weights of whichever model is loaded."""
-        return self._kv_pages_beside(max((host.info.weight_bytes for host in self), default=0))
+        return self._kv_pages_beside(max(map(self._weight_bytes, self), default=0))
+
+    def _weight_bytes(self, host: HostT) -> int:
+        """Bytes of the weights that stay while a model runs: its own, and those that are pinned."""
+        pinned = [other for other in self if other.is_pinned and other is not host]
+        if not pinned:
+            return host.info.weight_bytes
+        return self._reuse.distinct_bytes(other.weights.member for other in (host, *pinned))
 
     def _kv_pages_beside(self, weight_bytes: int) -> int:
         """The most pages that KV can have beside so many bytes of weights."""

@@ -247,7 +247,9 @@ def _assignment(table: SlotTable, slot: int) -> SlotAssignment:
     sequence = table.sequences[slot]
     assert sequence is not None
     group, params = sequence.group, sequence.request.params
-    prompt_logprobs = None if sequence.has_output else params.prompt_logprobs
+    # Those of the first completion are reported. Another one may have to compute the prompt again.
+    is_reported = sequence.prompt_logprobs is not None and not sequence.has_output
+    prompt_logprobs = params.prompt_logprobs if is_reported else None
     needs_tokens = params.has_penalties or prompt_logprobs is not None
     return SlotAssignment(
         slot=slot,

@@ -81,7 +81,7 @@ def engine_stats(
         fixed_bytes: bytes of the budget that KV cannot have.
         num_late_compilations: kernels that were compiled while a step waited.
     """
-    kv_bytes = sum(n for owner, n in usage.in_use_bytes.items() if owner.kind == Kind.KV)
+    kv_bytes = usage.of_kind(Kind.KV)
     stats = {
         name: None if lane.prefixes is None else lane.prefixes.stats for name, lane in lanes.items()
     }

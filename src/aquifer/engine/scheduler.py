@@ -59,7 +59,14 @@ from aquifer.engine.planning import StepBudget, make_step, next_tokens
 from aquifer.engine.policies import DisplacementSnapshot, ModelState, Policies
 from aquifer.engine.preemption import Preemption
 from aquifer.engine.sequence import SequenceGroup
-from aquifer.engine.snapshots import asked, candidate, running_request, running_sequences
+from aquifer.engine.snapshots import (
+    active_clients,
+    asked,
+    candidate,
+    is_stuck,
+    running_request,
+    running_sequences,
+)
 from aquifer.engine.step_input import StepInput, StepOutput
 from aquifer.errors import DriverError
 from aquifer.memory.room import Room
@@ -111,6 +118,7 @@ class Scheduler:
             self._refuse,
         )
         self._num_turns = 0
+        self._awaits_commits = False  # whether a plan has failed only for steps in flight
         self._failed: list[TokenOutput] = []
 
     # --- requests ----------------------------------------------------------------------------
@@ -152,7 +160,7 @@ class Scheduler:
         if lane.forecaster is not None:
             group.outlook = lane.forecaster.arrive(asked(group))
         if len(self._clients) > 1:
-            active = self._active_clients()
+            active = active_clients(self.lanes.values(), self._clients)
             if group.client not in active:
                 self._clients.arrive(group.client, active)
         lane.waiting.append(group)
@@ -161,6 +169,7 @@ class Scheduler:
         """End a request, or one completion of it; if it runs, its pages are free at once."""
         if index is not None and any(s.index != index for s in group.sequences):
             entry.discard_swapped(group, self._preemption)  # copies of several refer to each other
+            group.match = None  # it may be of the tokens of the completion that ends
             for sequence in [s for s in group.sequences if s.index == index]:
                 lane.end(sequence, self._clock_s())
         elif group in lane.waiting:
@@ -180,9 +189,8 @@ class Scheduler:
     def plan(self) -> StepInput | None:
         """Plan the next step of the next model that has one; to be run, and committed or dropped.
 
-        None if nothing can run, for example because the pool is short and the steps in flight have
-        to be committed first. Without steps in flight it may be None only after a preemption; then
-        another call has a plan.
+        None if nothing can run, or if steps in flight have to be committed first. Without any it
+        may be None only after a preemption; then another call has a plan.
         """
         lanes = [lane for lane in self.lanes.values() if lane.is_resident]
         states = [
@@ -191,14 +199,18 @@ class Scheduler:
         ]
         for index in self._policies.turns(states):
             lane = lanes[index]
-            lane.last_turn = self._num_turns
+            last_turn, lane.last_turn = lane.last_turn, self._num_turns
             self._num_turns += 1
+            self._awaits_commits = False
             with lane.being_planned():
                 # Planning those before it may have evicted its weights.
                 plan = self._plan(lane) if lane.is_resident else None
             if plan is not None:
                 lane.in_flight.append(plan)
                 return plan
+            if self._awaits_commits:  # as it would be again, if another model had its turn
+                lane.last_turn = last_turn
+                break
         return None
 
     def _plan(self, lane: Lane) -> StepInput | None:
@@ -267,6 +279,7 @@ class Scheduler:
             except DriverError as error:
                 refusal = error
             if self._has_in_flight():
+                self._awaits_commits = True
                 return None
             self._preempt(refusal, is_held=self.admitter.held.was_any(mark))
 
@@ -278,7 +291,7 @@ class Scheduler:
         memory by now.
         """
         running = [(lane, group) for lane in self.lanes.values() for group in lane.running]
-        chosen = next((number for number, pair in enumerate(running) if _is_stuck(*pair)), None)
+        chosen = next((number for number, pair in enumerate(running) if is_stuck(*pair)), None)
         if chosen is None:
             chosen = self._policies.victims([running_request(*pair) for pair in running])
         lane, group = running[chosen]
@@ -321,14 +334,6 @@ class Scheduler:
         if step.is_express:
             self._express_time.take(seconds)
 
-    def _active_clients(self) -> set[int]:
-        """The clients that have requests."""
-        active: set[int] = set()
-        for lane in self.lanes.values():
-            active.update(lane.waiting.clients)
-            active.update(running_sequences(lane, self._clients).nonzero()[0].tolist())
-        return active
-
     def _make_place(self, lane: Lane) -> bool:
         """Preempt a request so that the next one gets in, if the policy says so.
 
@@ -350,6 +355,7 @@ class Scheduler:
         if index is None:
             return True
         if self._has_in_flight():
+            self._awaits_commits = True
             return False
         self._make_wait(*running[index])
         return True
@@ -435,12 +441,6 @@ class Scheduler:
         for group in groups.values():
             lane.end_all(group, None)
             self._fail(group, error)
-
-
-def _is_stuck(lane: Lane, group: SequenceGroup) -> bool:
-    """Whether a running request is the one that its cache had no place for."""
-    slot = lane.cache.stuck_slot
-    return slot is not None and any(sequence.slot == slot for sequence in group.sequences)
 
 
 def _out_of_memory(refusal: DriverError | None) -> str:

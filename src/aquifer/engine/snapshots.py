@@ -153,3 +153,18 @@ def _states(lanes: Iterable[Lane], clients: Clients) -> dict[int, ClientState]:
         num_running += running_sequences(lane, clients)
     pairs = zip(clients.served_tokens.tolist(), num_running.tolist(), strict=True)
     return {client: ClientState(*pair) for client, pair in enumerate(pairs)}
+
+
+def active_clients(lanes: Iterable[Lane], clients: Clients) -> set[int]:
+    """The clients that have requests."""
+    active: set[int] = set()
+    for lane in lanes:
+        active.update(lane.waiting.clients)
+        active.update(running_sequences(lane, clients).nonzero()[0].tolist())
+    return active
+
+
+def is_stuck(lane: Lane, group: SequenceGroup) -> bool:
+    """Whether a running request is the one that its cache had no place for."""
+    slot = lane.cache.stuck_slot
+    return slot is not None and any(sequence.slot == slot for sequence in group.sequences)

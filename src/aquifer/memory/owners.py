@@ -65,6 +65,10 @@ class PoolUsage:
             if owner.kind == Kind.OVERHEAD or owner == GUARD
         )
 
+    def of_kind(self, kind: Kind) -> int:
+        """Bytes in use by owners of a kind."""
+        return sum(n for owner, n in self.in_use_bytes.items() if owner.kind == kind)
+
     @property
     def free_bytes(self) -> int:
         """Bytes that could be acquired without taking any from an owner that uses them.

@@ -116,6 +116,13 @@ class ModelPlan(Protocol):
         """
 
     @property
+    def has_reusable_kv(self) -> bool:
+        """Whether the KV of tokens that two prompts begin with is the same in both.
+
+        It is not where the rotary embedding depends on the length of the prompt.
+        """
+
+    @property
     def kv_layout(self) -> KVLayout:
         """Layout of one token's KV: an entry for each layer that has KV, none if no layer has."""
 

@@ -47,6 +47,7 @@ class DecoderPlan:
         self.vocab_size = spec.vocab_size
         self.max_model_len = spec.max_model_len
         self.kv_limits = spec.kv_limits
+        self.has_reusable_kv = spec.has_reusable_kv
         self.kv_layout = spec.kv_layout(dtype or stored_dtype(checkpoint))
         self._prefix = _stored_prefix(spec, checkpoint)
         self._stored = checkpoint.tensors

@@ -278,6 +278,14 @@ class DecoderSpec:
         lengths = {rope.switch_tokens for rope in self.ropes if rope.switch_tokens is not None}
         return tuple(sorted(lengths))
 
+    @property
+    def has_reusable_kv(self) -> bool:
+        """See `ModelPlan.has_reusable_kv`."""
+        return all(
+            rope.dynamic_factor is None or self.max_model_len <= rope.max_positions
+            for rope in self.ropes
+        )
+
     def kv_layout(self, dtype: torch.dtype) -> KVLayout:
         """Layout of one token's KV, which differs between layers in the window alone.
 

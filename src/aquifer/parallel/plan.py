@@ -38,6 +38,7 @@ class ShardedPlan:
         self.vocab_size = whole.vocab_size
         self.max_model_len = whole.max_model_len
         self.kv_limits = whole.kv_limits
+        self.has_reusable_kv = whole.has_reusable_kv
         self.kv_layout = split.spec.kv_layout(whole.kv_layout.dtype)
         self.parameters = [split.shard(parameter) for parameter in whole.parameters]
         self.num_parameters = whole.num_parameters

@@ -39,6 +39,7 @@ class TransformersPlan:
     """
 
     kv_limits: tuple[int, ...] = ()  # contexts end where KV would change
+    has_reusable_kv = True  # for the same reason
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None) -> None:
         self._architecture = checkpoint.architecture
