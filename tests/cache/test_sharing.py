@@ -30,6 +30,7 @@ from aquifer.kernels.block_copy import block_copy
 from aquifer.memory.driver.faulty import FaultyDriver
 from aquifer.memory.driver.host import HostDriver
 from aquifer.memory.pool import Kind, Owner, PagePool
+from aquifer.memory.stripes import StripedResidency
 
 PAGE = 4096
 BLOCK_SIZE = 4
@@ -1169,3 +1170,28 @@ def test_a_system_prompt_that_ends_within_a_large_page(layout: str) -> None:
         turn = system + more(14)
         run(turn)
         run(turn + more(14))
+
+
+def test_stripes_that_are_gone_are_forgotten() -> None:
+    """Page numbers are never used again, so there is a new one for each stripe that was created."""
+    harness = Harness("virtual layer-major", LAYOUTS["aligned"], 40, guards=False)
+    cache, residency = harness.cache, harness.tensors.residency
+    assert isinstance(residency, StripedResidency)
+    cache.expect(0, 48, 49)
+    assert cache.reserve(np.array([0]), np.array([48]))
+    harness.write({0: 48})
+    kept = harness.blocks(0)
+    cache.retain(kept)
+    harness.release(0)
+    for _ in range(200):
+        for slot in (1, 2, 3):
+            cache.expect(slot, 48, 49)
+            assert cache.reserve(np.array([slot]), np.array([48]))
+        for slot in (1, 2, 3):
+            cache.release(slot)
+    assert residency.num_known < 600
+    cache.expect(1, 48, 49)
+    assert cache.adopt(1, kept, 48)
+    cache.release(1)
+    cache.unretain(kept)
+    harness.close()

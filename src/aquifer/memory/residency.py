@@ -277,6 +277,10 @@ class Residency:
         if self.record is not None:
             self.record(Released(tuple(pages)))
 
+    def is_in_use(self, page: Page) -> bool:
+        """Whether a page has references, those that are retired included."""
+        return self._pool.num_references(page) > 0
+
     def transfer(self, pages: Sequence[Page], owner: Owner) -> None:
         """Account pages to another owner of the same model."""
         if pages:

@@ -14,6 +14,8 @@ from aquifer.memory.pages import Page
 from aquifer.memory.pool import Owner
 from aquifer.memory.residency import PendingPages, Residency
 
+_FEW_STRIPES = 256
+
 
 class StripedResidency:
     """A `Residency` of stripes. What happens is recorded for each buffer by the one below.
@@ -34,13 +36,19 @@ class StripedResidency:
         buffer_pages = self.range.num_pages // num_buffers
         self._starts = [buffer * buffer_pages for buffer in range(num_buffers)]
         # The pages of each stripe in all buffers, by the first one. Those of stripes that are not
-        # in use any more are never asked for.
+        # in use any more are never asked for, and are dropped when there are many.
         self._stripes: dict[Page, tuple[Page, ...]] = {}
+        self._drop_at = _FEW_STRIPES
 
     @property
     def num_places(self) -> int:
         """Stripes that the range has room for."""
         return self.range.num_pages // len(self._starts)
+
+    @property
+    def num_known(self) -> int:
+        """Stripes of which the pages are known, those that are not in use any more included."""
+        return len(self._stripes)
 
     @property
     def defers(self) -> bool:
@@ -140,6 +148,13 @@ class StripedResidency:
                 for start in self._starts
             ]
             self._stripes.update((stripe[0], stripe) for stripe in zip(*parts, strict=True))
+        if len(self._stripes) > self._drop_at:
+            self._stripes = {
+                first: stripe
+                for first, stripe in self._stripes.items()
+                if self._pages.is_in_use(first)
+            }
+            self._drop_at = 2 * len(self._stripes) + _FEW_STRIPES
 
     def _name_pending(self, stretches: Sequence[range]) -> Callable[[], None]:
         return lambda: self._name(stretches)
