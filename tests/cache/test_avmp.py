@@ -293,3 +293,20 @@ def test_unknown_variant() -> None:
     with pytest.raises(ConfigError, match="unknown variant 'avm'"):
         AvmpCache("avm", 8, None, pool, Owner("a", Kind.KV), TOKENS, 8, 256)
     pool.close()
+
+
+def test_numbers_of_dead_handles_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After all 2^31, which is a month of 800 blocks a second; here they are eight."""
+    monkeypatch.setattr("aquifer.cache.avmp.handles._NUM_BITS", 3)
+    table = VirtualPageTable([1024, 4096])
+    first = table.add(Store.KV, [0, 1, 2, 3, 4, 5])
+    state = table.add(Store.STATE, [0])
+    table.remove(Store.KV, [0, 1, 3, 4])
+    again = table.add(Store.KV, [0, 1, 3, 4, 6])
+    live = [first[2], first[5], *state, *again]
+    assert len(set(live)) == len(table) == 8
+    assert [table.resolve(handle) for handle in again] == [
+        (Store.KV, slot * 1024) for slot in (0, 1, 3, 4, 6)
+    ]
+    assert table.resolve(first[2]) == (Store.KV, 2048)
+    assert table.resolve(state[0]) == (Store.STATE, 0)

@@ -1,16 +1,14 @@
 """Virtual handles and the table that resolves them (AVMP, section 3.1, Fig. 1).
 
 A handle is a number of 32 bits: the highest bit says which store it is of, the others number the
-handles of all time. The table has the slot of each live handle, so that a handle of an evicted slot
-finds nothing.
+handles. A number comes again after all others, unless it is that of a live handle. The table has
+the slot of each live handle, so that a handle of an evicted slot finds nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
-
-from aquifer.errors import InvariantError
 
 _NUM_BITS = 31
 
@@ -39,26 +37,33 @@ class VirtualPageTable:
         self._slots: dict[int, int] = {}
         self._handles: tuple[dict[int, int], dict[int, int]] = ({}, {})  # by slot
         self._next = 0
+        self._is_first_round = True
 
     def __len__(self) -> int:
         """Live handles."""
         return len(self._slots)
 
     def add(self, store: Store, slots: Sequence[int]) -> list[int]:
-        """Make handles of slots that were allocated.
-
-        Raises:
-            InvariantError: there are no numbers left.
-        """
-        first = self._next
-        self._next += len(slots)
-        if self._next > 1 << _NUM_BITS:
-            raise InvariantError("all handles have been given out")
-        tag = store << _NUM_BITS
-        handles = list(range(tag | first, (tag | first) + len(slots)))
+        """Make handles of slots that were allocated."""
+        first = (store << _NUM_BITS) | self._next
+        if self._is_first_round and self._next + len(slots) <= 1 << _NUM_BITS:
+            handles = list(range(first, first + len(slots)))
+            self._next += len(slots)
+        else:
+            self._is_first_round = False
+            handles = [self._free_handle(store) for _ in slots]
         self._slots.update(zip(handles, slots, strict=True))
         self._handles[store].update(zip(slots, handles, strict=True))
         return handles
+
+    def _free_handle(self, store: Store) -> int:
+        """The next handle that is not live."""
+        while True:
+            number = self._next % (1 << _NUM_BITS)
+            self._next = number + 1
+            handle = (store << _NUM_BITS) | number
+            if handle not in self._slots:
+                return handle
 
     def remove(self, store: Store, slots: Iterable[int]) -> None:
         """Forget the handles of slots that are freed or evicted."""
