@@ -232,7 +232,8 @@ def observe() -> dict[str, Any]:
     note("compiled before, or foreign")
     peers = inboxes_of(2, torch.device("cpu"), (2, 3))[0]
     all_reduce.DTYPES = (torch.bfloat16,)
-    all_reduce.compile_all_reduce(peers, torch.device("cpu"))
+    with _triton.compiled_together(device):
+        all_reduce.compile_all_reduce(peers, torch.device("cpu"))
     note("all-reduce")
     with _triton.compiled_together(device):
         for num_words in (1, 2 * SLICE_WORDS, 2 * SLICE_WORDS + 4, 3 * DATA_SLICE_WORDS):
@@ -302,7 +303,8 @@ def test_other_kernels_are_launched_as_ever(report: dict[str, Any]) -> None:
 def test_an_all_reduce_is_never_left_out(report: dict[str, Any]) -> None:
     """A rank would wait for another one that compiles it first."""
     kernels = "_all_reduce_messages_kernel", "_all_reduce_data_kernel"
-    assert report["all-reduce"]["launched"] == dict.fromkeys(kernels, 1)
+    assert report["all-reduce"]["launched"] == {}
+    assert report["all-reduce"]["from_disk"] == [False, False]
     assert report["all-reduce again"]["launched"] == dict.fromkeys(kernels, 2)
     assert report["all-reduce again"]["from_disk"] == []
 

@@ -29,6 +29,7 @@ import torch
 
 from aquifer.kernels._triton import (
     await_predecessor,
+    compiled_together,
     constexpr,
     count_multiprocessors,
     jit,
@@ -170,15 +171,16 @@ def all_reduce(values: torch.Tensor, peers: PeerInboxes) -> None:
 
 
 def compile_all_reduce(peers: PeerInboxes, device: torch.device) -> None:
-    """Compile all that `all_reduce` launches. Nothing is sent.
+    """Compile all that `all_reduce` launches; nothing is sent.
 
-    In `compiled_together` a kernel that is not compiled is not launched. One rank may have it and
-    another one not, and then the first would wait for the other.
+    Without it, a kernel that one rank has, and another one not, would be launched by the first in a
+    step that is run to compile kernels (`compiled_together`), and would wait for the other.
     """
-    for dtype in DTYPES:
-        nothing = torch.empty(0, dtype=dtype, device=device)
-        _launch_messages(nothing, peers)
-        _launch_data(nothing, peers)
+    with compiled_together(device):
+        for dtype in DTYPES:
+            nothing = torch.empty(0, dtype=dtype, device=device)
+            _launch_messages(nothing, peers)
+            _launch_data(nothing, peers)
 
 
 def _launch_messages(values: torch.Tensor, peers: PeerInboxes) -> None:
