@@ -111,6 +111,10 @@ class Fields:
         given = {name: self.values[name] for name in self}
         return Fields(self.file, {**defaults, **given}, self._prefix)
 
+    def replaced(self, values: Mapping[str, Any]) -> Fields:
+        """The same fields, but for those of which the values are given."""
+        return Fields(self.file, {**self.values, **values}, self._prefix)
+
     def error(self, name: str, valid: str) -> ConfigError:
         """The error that refuses a field.
 

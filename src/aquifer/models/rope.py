@@ -63,11 +63,12 @@ class RotarySettings:
             ConfigError: the kind of scaling is unknown, or a parameter is missing or impossible.
         """
         if fields is None:
-            is_new = bool(config.values.get("rope_parameters"))
-            fields = config.section("rope_parameters" if is_new else "rope_scaling")
+            fields = rope_section(config)
         for name in fields:
             if isinstance(fields.values[name], dict):
                 raise fields.error(name, "a number or a text, as all layers have the same settings")
+        if _ORIGINAL in config:
+            fields = fields.with_defaults({_ORIGINAL: config.values[_ORIGINAL]})
         kind_name = "type" if "type" in fields and "rope_type" not in fields else "rope_type"
         kind = fields.text(kind_name, default="default")
         if kind == "su":  # an older name
@@ -120,6 +121,16 @@ class RotarySettings:
             switch_tokens=switch_tokens,
             long_frequencies=long_frequencies,
         )
+
+
+def rope_section(config: Fields) -> Fields:
+    """The settings of the rotary embedding, for all layers.
+
+    Transformers 5 writes `rope_parameters`. Of both, `rope_scaling` counts, as there: users add it
+    for a longer context.
+    """
+    is_old = bool(config.values.get("rope_scaling"))
+    return config.section("rope_scaling" if is_old else "rope_parameters")
 
 
 class RotaryAngles:

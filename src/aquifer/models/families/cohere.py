@@ -24,7 +24,8 @@ _DEFAULTS = {"max_position_embeddings": 8192, "logit_scale": 0.0625}
 def read(fields: Fields, architecture: str) -> DecoderSpec:
     """Read a configuration of either model type."""
     is_second = fields.text("model_type") == "cohere2"
-    known = fields.with_defaults({**_DEFAULTS, **({"sliding_window": 4096} if is_second else {})})
+    own = {"sliding_window": 4096} if is_second else {"rope_theta": 500_000.0}
+    known = fields.with_defaults(_DEFAULTS | own)
     sizes = reading.read_sizes(known)
     norm = reading.layer_norm(known, "layer_norm_eps", has_bias=False)
     rope = reading.read_rope(known, sizes, architecture)

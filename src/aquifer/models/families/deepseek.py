@@ -11,6 +11,7 @@ from aquifer.fields import Fields
 from aquifer.kernels.experts import Routing
 from aquifer.models.families import reading
 from aquifer.models.limits import MOST_HEADS, MOST_LAYERS, MOST_WIDTH
+from aquifer.models.rope import rope_section
 from aquifer.models.spec import (
     Block,
     DecoderSpec,
@@ -155,8 +156,7 @@ def _scale(fields: Fields, attention: LatentAttention) -> float:
     """Factor on the dot products. Scaled rotary embeddings with an `mscale_all_dim` raise it, while
     the rotary embedding divides its own magnitude by that (YaRN, section 3.4)."""
     scale = float((attention.nope_dim + attention.rope_dim) ** -0.5)
-    is_new = bool(fields.values.get("rope_parameters"))
-    rope = fields.section("rope_parameters" if is_new else "rope_scaling")
+    rope = rope_section(fields)
     kind = rope.text("rope_type", default=rope.text("type", default="default"))
     weight = rope.number("mscale_all_dim", 0.0, _MOST_SCALE, default=0.0)
     if kind == "default" or not weight:

@@ -13,15 +13,27 @@ from aquifer.models.spec import Block, DecoderSpec, Head, HeadNorm, Layer, Mlp
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048},
-    "mistral": {"sliding_window": 4096, "use_sliding_window": True},
-    "ministral": {"sliding_window": 4096, "use_sliding_window": True},
-    "qwen2": {"attention_bias": True, "sliding_window": 4096, "max_window_layers": 28},
+    "mistral": {"sliding_window": 4096, "num_key_value_heads": 8},
+    "ministral": {"sliding_window": 4096, "num_key_value_heads": 8},
+    "qwen2": {"sliding_window": 4096, "max_window_layers": 28},
     "qwen3": {"head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
-    "smollm3": {"num_key_value_heads": 4, "tie_word_embeddings": True},
+    "smollm3": {
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+        "rope_theta": 2_000_000.0,
+    },
     "seed_oss": {"head_dim": 128, "attention_bias": True, "num_key_value_heads": 8},
     "granite": {"max_position_embeddings": 2048},
 }
 """Defaults of absent configuration entries that differ between model types."""
+
+_FIXED: dict[str, dict[str, Any]] = {
+    "mistral": {"use_sliding_window": True, "attention_bias": False, "mlp_bias": False},
+    "ministral": {"use_sliding_window": True, "attention_bias": False, "mlp_bias": False},
+    "qwen2": {"attention_bias": True, "mlp_bias": False},
+    "qwen3": {"mlp_bias": False},
+}
+"""Entries that Transformers does not read for a model type, with what they amount to."""
 
 _ALL_WINDOWED = frozenset({"mistral", "ministral"})  # unless `layer_types` are given
 _NO_OUT_BIAS = frozenset({"qwen2"})
@@ -30,6 +42,7 @@ _NO_OUT_BIAS = frozenset({"qwen2"})
 def read(fields: Fields, architecture: str) -> DecoderSpec:
     """Read a configuration of any of these model types."""
     model_type = fields.text("model_type")
+    fields = fields.replaced(_FIXED.get(model_type, {}))
     known = fields.with_defaults(_DEFAULTS[model_type])
     sizes = reading.read_sizes(known)
     norm = reading.rms_norm(known)

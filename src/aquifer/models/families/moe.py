@@ -30,6 +30,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-5,
         "num_experts": 8,
         "num_experts_per_tok": 2,
+        "rope_theta": 1_000_000.0,
     },
     "qwen2_moe": {
         "attention_bias": True,

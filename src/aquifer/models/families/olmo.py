@@ -36,7 +36,7 @@ def read_third(fields: Fields, architecture: str) -> DecoderSpec:
     """Read a configuration of OLMo-3: three of four layers slide, without scaling of the rotary
     embedding."""
     defaults = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
-    known = fields.with_defaults({**defaults, "rope_theta": 10_000.0, "sliding_window": 4096})
+    known = fields.with_defaults({**defaults, "rope_theta": 500_000.0, "sliding_window": 4096})
     sizes = reading.read_sizes(known)
     full, local = reading.read_ropes_by_kind(known, sizes, "rope_theta", sliding_is_plain=True)
     sliding = reading.are_sliding(known, sizes.num_layers, lambda index: (index + 1) % 4 != 0)

@@ -186,8 +186,8 @@ def read_ropes_by_kind(
     settings = []
     for kind, theta in ((FULL, "rope_theta"), (SLIDING, sliding_theta)):
         values = dict(given.section(kind).values) if kind in given else {}
-        if not values and (kind == FULL or not sliding_is_plain):
-            values = dict(fields.section("rope_scaling").values)
+        if kind == FULL or not (values or sliding_is_plain):
+            values |= fields.section("rope_scaling").values
         values.setdefault("rope_theta", fields.values.get(theta))
         own = Fields(fields.file, values, f"rope_parameters.{kind}.")
         settings.append(
