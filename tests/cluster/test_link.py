@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -52,6 +53,22 @@ def address() -> Iterator[tcp.Address]:
 def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     path = tiny_llama(tmp_path_factory.mktemp("models") / "tiny")
     return EngineConfig((ModelSpec("fake", path),))
+
+
+def test_connections_that_are_reset_at_once(address: tcp.Address) -> None:
+    """As port scanners and health checks do; each gives back its place among those that open."""
+    for _ in range(3 * 16):
+        connection = socket.create_connection((address.host, address.port))
+        # Closed with a reset.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.close()
+
+    def connects() -> bool:
+        with suppress(tcp.RefusedError, OSError), tcp.connect(address, TOKEN):
+            return True
+        return False
+
+    eventually(connects, "one with the token gets through")
 
 
 class Server:

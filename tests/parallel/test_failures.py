@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,8 @@ from aquifer.engine.leader import start_ranks
 from aquifer.engine.params import Request, SamplingParams
 from aquifer.errors import ConfigError, GroupError
 from aquifer.memory.driver import rank_devices
+from aquifer.parallel.collectives import GroupCollectives
+from aquifer.parallel.ranks import Ranks
 
 
 def engine_config(folder: Path) -> EngineConfig:
@@ -108,3 +113,29 @@ def test_devices_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rank_devices("cpu", 2) == ("cpu", "cpu")
     with pytest.raises(ConfigError, match=r"3 devices from cuda:2 on .* has 4; give"):
         rank_devices("cuda:2", 3)
+
+
+def answer_in_another_order(
+    connection: Connection, collectives: GroupCollectives, device: str
+) -> None:
+    """A rank that answers the second question first."""
+    connection.recv()
+    connection.send("second")
+    connection.recv()
+    connection.send("first")
+    with suppress(EOFError):
+        connection.recv()
+
+
+def test_answers_are_those_of_their_questions() -> None:
+    """Two threads ask, of which one waits for weights and the other one registers a model."""
+    ranks = Ranks(rank_devices("cpu", 3), answer_in_another_order)
+    ranks.start()
+    with ThreadPoolExecutor(1) as thread:
+        first = thread.submit(ranks.receive, lambda answer: answer == "first")
+        ranks.send("question")
+        assert ranks.receive(lambda answer: answer == "second") == ["second"] * 2
+        assert not first.done()
+        ranks.send("question")
+        assert first.result() == ["first"] * 2
+    ranks.close()

@@ -26,6 +26,7 @@ from aquifer.serve.messages import (
     FromEngine,
     KeepAlive,
     Learn,
+    Manage,
     Managed,
     OpenFailed,
     Outputs,
@@ -71,6 +72,7 @@ class Link:
         self.names = [model.name for model in config.models]
         self.refuses: str | None = None
         self.answers_pins = True
+        self.answers_managing = True
         self.sent: list[ToEngine] = []
         self._fails = fails
         self._is_gone = False
@@ -121,6 +123,8 @@ class Link:
                 error = RequestError("cannot be read", param="model")
                 self.say(Registered(error if known else info(model.name)))
             case Remove():
+                self.say(Managed(None))
+            case Manage() if self.answers_managing:
                 self.say(Managed(None))
             case Pin(_, token_ids) if self.answers_pins:
                 self.say(Pinned(len(token_ids)))
@@ -488,6 +492,79 @@ def test_what_was_pinned_on_a_device_that_left_is_pinned_on_the_next() -> None:
         again.ready()
         await settle()
         assert len(again.of(Pin)) == 1
+
+    run(test())
+
+
+def test_a_model_that_is_unpinned_stays_so_on_devices_that_do_not_serve() -> None:
+    """One starts again meanwhile, and one has left, of which the next takes the place."""
+
+    async def test() -> None:
+        server = Server("m")
+        first = await server.add("a")
+        await server.engines.manage("pin", "m")
+        first.kill()
+        again = await server.again("a")
+        await server.add("b")
+        await server.engines.manage("unpin", "m")
+        again.ready()
+        await settle()
+        assert not again.of(Manage)
+        await server.engines.manage("pin", "m")
+        for name in ("a", "b"):
+            await server.engines.remove(name)
+        await server.add("c")
+        await server.engines.manage("unpin", "m")
+        await server.engines.remove("c")
+        last = await server.add("d")
+        assert not last.of(Manage)
+
+    run(test())
+
+
+def test_a_process_that_dies_while_it_is_told_what_to_pin() -> None:
+    """What was to be asked after that is not asked, so that answers stay with their questions."""
+
+    async def test() -> None:
+        server = Server("m", "n")
+        first = await server.add("a")
+        for model in ("m", "n"):
+            await server.engines.manage("pin", model)
+        first.kill()
+        again = await server.again("a")
+        again.answers_managing = False
+        again.ready()
+        await settle()
+        assert [message.model for message in again.of(Manage)] == ["m"]
+        again.kill()
+        third = await server.again("a", 3)
+        third.ready()
+        await settle()
+        assert [message.model for message in third.of(Manage)] == ["m", "n"]
+        await server.engines.manage("load", "m")
+
+    run(test())
+
+
+def test_a_model_is_removed_while_it_is_pinned_again() -> None:
+    async def test() -> None:
+        server = Server("m", "n")
+        first = await server.add("a")
+        for model in ("m", "n"):
+            await server.engines.manage("pin", model)
+        first.kill()
+        again = await server.again("a")
+        again.answers_managing = False
+        again.ready()
+        await settle()
+        removing = asyncio.create_task(server.engines.remove_model("n"))
+        await settle()
+        again.answers_managing = True
+        again.say(Managed(None))
+        await settle()
+        await removing
+        assert server.engines.availability.reason is None
+        assert [message.model for message in again.of(Manage)] == ["m"]
 
     run(test())
 

@@ -119,11 +119,13 @@ class Agent:
 
     def _serve(self, accepted: socket.socket) -> None:
         """Answer what comes on one connection."""
-        peer = accepted.getpeername()[0] if accepted.fileno() >= 0 else "?"
+        peer = "?"
         try:
+            peer = accepted.getpeername()[0]
             connection = tcp.accept(accepted, self._options.token)
         except (tcp.RefusedError, OSError) as error:
             _logger.warning("a connection from %s is refused: %s", peer, error)
+            accepted.close()
             return
         finally:
             self._opening.release()

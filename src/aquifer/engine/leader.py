@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 import torch
 
@@ -20,6 +21,7 @@ from aquifer.engine.rank import serve_rank
 from aquifer.engine.rank_ops import (
     BuildModel,
     ClosePool,
+    Filled,
     FillWeights,
     KVChanged,
     LaunchStep,
@@ -152,10 +154,10 @@ class Leader:
         self.send(op)
         self.wait()
 
-    def wait(self) -> None:
-        """Wait for the answers to what was sent. Raises what `ask` does."""
-        for answer in self._ranks.receive():
-            match answer:
+    def wait(self, *, for_filled: bool = False) -> None:
+        """Wait for the answers to what was sent, or to `FillWeights`. Raises what `ask` does."""
+        for answer in self._ranks.receive(lambda each: isinstance(each, Filled) == for_filled):
+            match answer.error if isinstance(answer, Filled) else answer:
                 case RankError(where, DriverError() as error):
                     raise DriverError(error.name, f"{error.explanation} ({where})")
                 case RankError(where, error):
@@ -215,7 +217,7 @@ class LedModel:
         Returns: waits until they have; raises what `Leader.ask` does.
         """
         self._leader.send(FillWeights(self._name, tuple(groups)))
-        return self._leader.wait
+        return partial(self._leader.wait, for_filled=True)
 
     def runner(
         self,

@@ -29,6 +29,7 @@ from aquifer.engine.model_files import read_model
 from aquifer.engine.rank_ops import (
     BuildModel,
     ClosePool,
+    Filled,
     FillWeights,
     KVChanged,
     LaunchStep,
@@ -116,7 +117,7 @@ class _Rank:
                 self._open.change_weights(model, change)
             case FillWeights(model, groups):
                 fill = self._open.models[model].fill
-                filling = self._threads.submit(self._answer, lambda: fill(groups))
+                filling = self._threads.submit(self._answer, lambda: fill(groups), Filled)
                 filling.add_done_callback(_end_if_failed)
             case BuildModel(model):
                 self._open.models[model].build(self._collectives)
@@ -134,7 +135,9 @@ class _Rank:
             case ClosePool():
                 self._answer(self._close_pool)
 
-    def _answer(self, run: Callable[[], None]) -> None:
+    def _answer(
+        self, run: Callable[[], None], form: Callable[[_Answer], object] = lambda answer: answer
+    ) -> None:
         """Do something, and tell rank 0 that it is done, or which error it is to raise."""
         answer: _Answer = None
         try:
@@ -142,7 +145,7 @@ class _Rank:
         except (ConfigError, DriverError) as error:
             answer = RankError(f"rank {self._collectives.rank} ({self._device})", error)
         with self._answering:
-            self._connection.send(answer)
+            self._connection.send(form(answer))
 
     def _close_pool(self) -> None:
         """Give everything back; a pool that could not be opened has nothing."""

@@ -60,7 +60,7 @@ class KVChanged:
 class FillWeights:
     """Load the contents of some groups of weights, beside steps of other models.
 
-    Answered with a `RankError` or None.
+    Answered with `Filled`, as something else may be asked meanwhile.
     """
 
     model: str
@@ -119,6 +119,13 @@ class RankError:
 
     where: str  # rank and device
     error: ConfigError | DriverError
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """Groups of weights are loaded, or could not be."""
+
+    error: RankError | None
 
 
 RankOp: TypeAlias = (

@@ -55,6 +55,10 @@ class Ranks:
         size = len(devices)
         meeting = Path(self._folder.name) / "meeting"
         self._connections: list[Connection] = []
+        # Of each connection, answers that arrived and that nothing has waited for yet.
+        self._aside: list[list[Any]] = [[] for _ in range(1, size)]
+        self._read: set[int] = set()  # connections that a thread reads
+        self._arrived = threading.Condition()
         self._processes = []
         self._theirs: list[Connection] = []
         for rank in range(1, size):
@@ -119,19 +123,41 @@ class Ranks:
                 except OSError as error:
                     raise self.failure(error) from error
 
-    def receive(self) -> list[Any]:
+    def receive(self, is_wanted: Callable[[Any], bool] = lambda answer: True) -> list[Any]:
         """Wait for an answer of each other rank, in their order.
+
+        Several threads may call it at the same time, if no answer is wanted by two of them.
+
+        Args:
+            is_wanted: whether an answer is waited for; others are left to other calls.
 
         Raises:
             GroupError: one of them is gone.
         """
-        answers = []
-        for connection in self._connections:
+        return [self._answer_of(number, is_wanted) for number in range(len(self._connections))]
+
+    def _answer_of(self, number: int, is_wanted: Callable[[Any], bool]) -> Any:
+        """Wait for an answer on a connection, which one thread at a time reads for all."""
+        aside = self._aside[number]
+        while True:
+            with self._arrived:
+                for place, answer in enumerate(aside):
+                    if is_wanted(answer):
+                        return aside.pop(place)
+                if number in self._read:
+                    self._arrived.wait()
+                    continue
+                self._read.add(number)
+            answers = []
             try:
-                answers.append(connection.recv())
+                answers.append(self._connections[number].recv())
             except (EOFError, OSError) as error:
                 raise self.failure(error) from error
-        return answers
+            finally:
+                with self._arrived:
+                    self._read.remove(number)
+                    aside += answers
+                    self._arrived.notify_all()
 
     @property
     def is_lost(self) -> bool:

@@ -378,6 +378,9 @@ class Engines:
             RequestError: it cannot be done.
             EngineError: an engine has stopped.
         """
+        if verb == "unpin":  # those that do not serve now are not to pin it again either
+            for held in (self._unheld, *(engine.keeper.held for engine in self._engines)):
+                held.managed(verb, model)
         engines = [engine for engine in self._engines if engine.accepts(model)]
         if verb == "pin" and any(model in engine.keeper.held.models for engine in engines):
             return

@@ -50,22 +50,30 @@ class Held:
         self.models.discard(model)
 
     async def restore(
-        self, ask: Callable[[Manage | Pin], Awaitable[Any]], without: Container[str]
+        self,
+        ask: Callable[[Manage | Pin], Awaitable[Any]],
+        without: Container[str],
+        has_died: Callable[[], bool],
     ) -> None:
         """Have an engine process that was just started keep the same.
+
+        What is given up meanwhile is not kept.
 
         Args:
             ask: sends a message and waits for the answer.
             without: models that are out of service.
+            has_died: whether the process has ended, so that it cannot be asked.
         """
-        for model in self.models:
-            if model not in without:
+        for model in sorted(self.models):
+            if model in self.models and model not in without and not has_died():
                 try:
                     await ask(Manage("pin", model))
+                    if model not in self.models and not has_died():
+                        await ask(Manage("unpin", model))
                 except AquiferError as error:
                     _logger.error("%r could not be pinned again: %s", model, error)
-        for pin in self.pins:
-            if pin.model not in without:
+        for pin in [*self.pins]:
+            if pin in self.pins and pin.model not in without and not has_died():
                 try:
                     await ask(pin)
                 except AquiferError as error:

@@ -362,10 +362,11 @@ class EngineKeeper:
         Args:
             infos: the models that it was started with.
         """
-        await self.held.restore(self._ask, self._supervisor.out_of_service)
+        task, without = asyncio.current_task(), self._supervisor.out_of_service
+        await self.held.restore(self._ask, without, lambda: self._restarting is not task)
         with suppress(EngineError):  # it has died
             await self._update(infos)
-        if self._restarting is not asyncio.current_task():
+        if self._restarting is not task:
             return  # it has died, and another one is started
         self._serve()
         level = logging.WARNING if self._supervisor.num_restarts else logging.INFO
