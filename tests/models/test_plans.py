@@ -108,6 +108,53 @@ def test_gpt_oss_without_settings_of_the_rotary_embedding() -> None:
     assert [layer.window_tokens for layer in spec.layers] == [128, None, 128]
 
 
+def test_settings_of_the_rotary_embedding_that_were_added() -> None:
+    """As users do to what Transformers 5 has saved; also with the original length beside them."""
+    values = transformers.Qwen3Config(num_hidden_layers=1).to_dict()
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    apart = {name: value for name, value in yarn.items() if "original" not in name}
+    specs = [
+        FAMILIES["qwen3"](Fields(Path("config.json"), values | changes), "Qwen3")
+        for changes in (
+            {"rope_parameters": yarn | {"rope_theta": 10_000.0}},
+            {"rope_scaling": yarn},
+            {"rope_scaling": apart, "original_max_position_embeddings": 1024},
+        )
+    ]
+    assert [spec.max_model_len for spec in specs] == [4096] * 3
+    for spec in specs[1:]:
+        assert torch.equal(spec.ropes[0].frequencies, specs[0].ropes[0].frequencies)
+
+
+@pytest.mark.parametrize("name", ["cohere", "cohere2", "mixtral", "olmo3", "smollm3", "llama"])
+def test_the_default_base_of_the_rotary_embedding(name: str) -> None:
+    kind = type(transformers.AutoConfig.for_model(name))
+    values = {name: value for name, value in kind().to_dict().items() if "rope" not in name}
+    spec = FAMILIES[name](Fields(Path("config.json"), values), name)
+    assert spec.ropes[0].theta == kind.default_theta
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("mistral", {"use_sliding_window": False, "attention_bias": True, "mlp_bias": True}),
+        ("qwen2", {"attention_bias": False, "mlp_bias": True}),
+        ("qwen3", {"mlp_bias": True}),
+    ],
+)
+def test_entries_that_a_model_type_does_not_read(name: str, changes: dict[str, Any]) -> None:
+    values = transformers.AutoConfig.for_model(name, num_hidden_layers=2).to_dict()
+    plain, changed = (
+        FAMILIES[name](Fields(Path("config.json"), each), name)
+        for each in (values, values | changes)
+    )
+    assert (changed.attention, changed.mlp, changed.layers) == (
+        plain.attention,
+        plain.mlp,
+        plain.layers,
+    )
+
+
 @pytest.mark.parametrize("field", ["swiglu_alpha", "swiglu_limit"])
 def test_gpt_oss_with_another_activation(field: str) -> None:
     values = OUR_DECODER["gpt_oss"]().to_dict() | {field: 2.0}
