@@ -124,6 +124,8 @@ def test_a_model_that_needs_a_page_is_not_kept_waiting_by_one_that_needs_none(
     options["memory_bytes"] = weight_bytes + num_pages * PAGE_BYTES
     with closing(open_engine(*names, **options)) as engine:
         engine.num_ahead = num_ahead
+        for name in names:  # else they take turns with their weights, by the time that each had
+            engine.pin_model(name)
         params = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
         for number in range(2):
             engine.add(Request(f"a{number}", "llama", prompt_of(random, 30), params, 0.0))

@@ -56,7 +56,8 @@ class Admitter:
         on_refusal: see `OnRefusal`.
 
     Attributes:
-        blocked: the request that was last refused memory and is still waiting.
+        blocked: the request that was refused memory last, or was preempted for it, and is still
+            waiting.
         held: memory that a request rather waits for than fails; nothing by default.
     """
 
@@ -166,6 +167,11 @@ class Admitter:
         entry.discard_swapped(group, self._preemption)
         self.unblock(group)
 
+    def block(self, group: SequenceGroup) -> None:
+        """A request waits for memory, having been preempted: no later one is to take it first."""
+        if self.blocked is None or group.arrival < self.blocked.arrival:
+            self.blocked = group
+
     def unblock(self, group: SequenceGroup) -> None:
         """The request no longer waits for memory, so it does not block others."""
         if self.blocked is group:
@@ -195,10 +201,6 @@ class Admitter:
             if group.is_swapped:
                 assert self._preemption is not None
                 return entry.bring_back(lane, group, self._headroom, self._preemption), None
-            now_s = self._clock_s()
-            return (
-                entry.bring_in(lane, group, self._headroom, now_s),
-                None,
-            )
+            return entry.bring_in(lane, group, self._headroom, self._clock_s()), None
         except DriverError as error:
             return False, error

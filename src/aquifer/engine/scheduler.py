@@ -302,8 +302,8 @@ class Scheduler:
                 lane.end_all(group, self._clock_s())
                 self._fail(group, _out_of_memory(refusal))
                 return
-        self._make_wait(lane, group)
-        group.begins_anew = len(running) == 1
+        self._make_wait(lane, group, begins_anew=len(running) == 1)
+        self.admitter.block(group)
 
     def preempt_all(self, lane: Lane) -> None:
         """Preempt all running requests of a model. Pre-condition: no step of it is in flight."""
@@ -315,9 +315,9 @@ class Scheduler:
         for group in lane.waiting:
             self.admitter.unblock(group)
 
-    def _make_wait(self, lane: Lane, group: SequenceGroup) -> None:
+    def _make_wait(self, lane: Lane, group: SequenceGroup, *, begins_anew: bool = False) -> None:
         """Take slots and memory of a running request, and put it at the head of the queue."""
-        group.begins_anew = False
+        group.begins_anew = begins_anew
         if self._preemption is not None and entry.swap_out(lane, group, self._preemption):
             lane.num_swaps += 1
         for sequence in group.sequences:

@@ -127,7 +127,7 @@ def admission_snapshot(
         lane: the model's lane.
         lanes: all lanes.
         clients: the clients.
-        blocked: the request, of any lane, that was refused memory last and is still waiting.
+        blocked: the request, of any lane, that was refused memory last, or preempted, and waits.
         num_running: requests of the model that ran before this step; None for those that run now.
     """
     waiting = {client: lane.waiting.of(client) for client in lane.waiting.clients}

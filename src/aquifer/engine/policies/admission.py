@@ -18,7 +18,7 @@ class AdmissionSnapshot(NamedTuple):
     regions: Mapping[int, Sequence[bool]]
     num_running: int  # requests of this model that run
     num_free_slots: int
-    # The request, of any model, that was refused memory last and is still waiting.
+    # The request, of any model, that was refused memory last, or preempted, and is still waiting.
     blocked: Candidate | None
 
 
