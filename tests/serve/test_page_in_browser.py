@@ -193,6 +193,23 @@ def test_a_model_is_added_and_removed(page: Page, tmp_path: Path):
         assert [each for each in page.problems if "400 (Bad Request)" not in each] == []
 
 
+def test_why_a_model_is_not_loaded_is_shown_until_it_is(page: Page, tmp_path: Path):
+    file = shutil.copytree(DEMO, tmp_path / "b") / "model.safetensors"
+    save_file({name: tensor * 2 for name, tensor in load_file(file).items()}, file)
+    command = ["-m", "aquifer", "serve", "demo", f"b={file.parent}", "--port", "0"]
+    with running([*command, "--memory", "32M", "--max-model-len", "256"]) as server:
+        page.open(server.url)
+        page.wait_for("document.querySelector('#status').textContent === 'live'")
+        problem = "document.querySelector('tr[data-model=b] .problem')?.textContent"
+        assert server.call("POST", "/models/b/unload", {})[0] == 200
+        hidden = file.rename(tmp_path / "hidden")
+        assert server.call("POST", "/models/b/load", {})[0] == 400
+        page.wait_for(f"{problem}.includes('model.safetensors')")
+        hidden.rename(file)
+        assert server.call("POST", "/models/b/load", {})[0] == 200
+        page.wait_for(f"{problem} === ''")
+
+
 def test_without_operations_the_buttons_tell_why_they_do_nothing(
     small_server: RunningServer, page: Page
 ):
