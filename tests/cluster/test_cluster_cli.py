@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import socket
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
+from tests.serve.running import eventually, is_running
 
 from aquifer.cli import app
 from aquifer.cluster import nodes
@@ -86,6 +88,27 @@ def test_a_node_that_cannot_start_says_why(token_file: str) -> None:
     with pytest.raises(ConfigError, match="Ray cannot start here"):
         node.start()
     assert not node.is_running
+
+
+def test_a_node_that_ray_gives_up_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a busy machine; what is left of the first attempt ends."""
+    ray, left = tmp_path / "ray", tmp_path / "left"
+    ray.write_text(
+        f"#!/bin/sh\nif [ -e {left} ]; then echo block forever; exec sleep 600; fi\n"
+        f"sleep 600 &\necho $! > {left}\necho The current node timed out during startup.\nexit 1\n"
+    )
+    ray.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    node = nodes.RayNode([], {})
+    node.start()
+    try:
+        assert node.is_running
+        process = int(left.read_text())
+        eventually(lambda: not is_running(process), "what was left ends")
+    finally:
+        node.stop()
 
 
 def test_tables_of_a_cluster() -> None:

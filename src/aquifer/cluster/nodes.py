@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ _START_S = 60.0
 _REACH_S = 5.0
 _PR_SET_PDEATHSIG = 1
 _READY = "block forever"  # what `ray start --block` says once it has started
+_TOO_SLOW = "timed out during startup"  # what it says when it has given up, after 30 seconds
+_ATTEMPTS = 3
 _MOST_SHOWN = 2000
 
 
@@ -137,9 +140,23 @@ class RayNode:
     def start(self) -> None:
         """Start it; return when it has started.
 
+        Ray gives up after 30 seconds, which a busy machine may exceed, so it is tried again.
+
         Raises:
             ConfigError: it cannot start.
         """
+        for left in reversed(range(_ATTEMPTS)):
+            said = self._try_to_start()
+            if said is None:
+                return
+            if _TOO_SLOW not in said or not left:
+                raise ConfigError(
+                    "Ray cannot start here; check --node-address, the ports and the token. It says:"
+                    f"\n{said[-_MOST_SHOWN:]}"
+                )
+
+    def _try_to_start(self) -> str | None:
+        """Start it once; returns what Ray said if that failed, and then none of it runs."""
         ray = Path(sys.executable).with_name("ray")
         self._output = tempfile.NamedTemporaryFile("w+", prefix="aquifer-ray-")  # noqa: SIM115
         self._process = subprocess.Popen(
@@ -162,14 +179,15 @@ class RayNode:
             preexec_fn=_end_with_parent,
         )
         until_s = time.monotonic() + _START_S
-        while _READY not in (said := self._said()):
+        while _READY not in self._said():
             if self._process.poll() is not None or time.monotonic() > until_s:
+                said = self._said()
                 self.stop()
-                raise ConfigError(
-                    "Ray cannot start here; check --node-address, the ports and the token. It says:"
-                    f"\n{said[-_MOST_SHOWN:]}"
-                )
+                with suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)  # what it has left
+                return said
             time.sleep(0.05)
+        return None
 
     @property
     def is_running(self) -> bool:
