@@ -152,6 +152,10 @@ BAD: list[Bad] = [
     *each(SIZES, [0, -5, 10**9, 10**99, INFINITY, True, "x", 2.0, [2], {"a": 2}], IS + WHOLE),
     *each(SIZES, [LONG], r"config\.json: NAME is a number of 5000 digits"),
     *(({n: most + 1}, rf"json: {n} is {most + 1}; .* to {most}$") for n, most in SIZES.items()),
+    (
+        {"vocab_size": 600_000},
+        r"vocab_size is 600000; it must be .* to 524287$",
+    ),  # cannot be sampled
     *each(REQUIRED, [ABSENT, None], r"config\.json lacks NAME, which must be " + WHOLE),
     *each(FLAGS, [0, 1.0, "true", [], {}], IS + "true or false"),
     *each(["rms_norm_eps"], NO_NUMBERS, IS + "a number from 1e-30 to 1$"),

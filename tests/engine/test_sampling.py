@@ -12,7 +12,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tests.checkpoints import EOS_TOKEN_ID, tiny_llama
+from tests.checkpoints import (
+    EOS_TOKEN_ID,
+    llama_config,
+    llama_weights,
+    save_checkpoint,
+    tiny_llama,
+)
 from tests.kernels.sampling_batches import check_distribution, expected_probabilities
 
 from aquifer.cache import KV_CACHES
@@ -180,6 +186,22 @@ def check_penalties(
     assert num_changed
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(top_p=1e-46),
+        SamplingParams(top_p=5e-324, top_k=3),
+        greedy(repetition_penalty=1e-46),
+        SamplingParams(repetition_penalty=1e-39, temperature=1e-3),
+    ],
+)
+def test_numbers_too_small_for_the_columns(params: SamplingParams) -> None:
+    """They mean what the smallest ones mean that a column can have: the most probable token."""
+    logits = LOGITS.abs() + 1.0
+    assigned, slots = assign([{"params": params, "prompt": list(range(len(logits))), "seed": 1}])
+    assert sample(logits[None], assigned, slots) == [int(logits.argmax())]
+
+
 @pytest.mark.parametrize("penalty", [0.5, 1.3, 2.0])
 def test_repetition_penalty(penalty: float) -> None:
     processor = transformers.RepetitionPenaltyLogitsProcessor(penalty)
@@ -337,6 +359,21 @@ def test_penalties_end_to_end(llm: LLM, checkpoint: Path) -> None:
     assert out.outputs[0].token_ids == expected.tolist()
     (plain,) = complete(llm, prompt, greedy(max_tokens=30, ignore_eos=True))
     assert plain.outputs[0].token_ids != expected.tolist()
+
+
+def test_more_logprobs_than_tokens(tmp_path: Path) -> None:
+    config = llama_config(vocab_size=12)
+    path = save_checkpoint(tmp_path / "few", config, llama_weights(config, 0))
+    params = SamplingParams(max_tokens=2, ignore_eos=True, logprobs=20, prompt_logprobs=15)
+    with LLM(path, memory="4MiB") as llm:
+        (out,) = complete(llm, [[1, 2, 3]], params)
+    assert out.prompt_logprobs is not None
+    assert out.outputs[0].logprobs is not None
+    for entry in (*out.prompt_logprobs[1:], *out.outputs[0].logprobs):
+        assert entry is not None
+        assert sorted(entry) == list(range(12))
+        by_logprob = sorted(entry.values(), key=lambda one: -one.logprob)
+        assert [one.rank for one in by_logprob] == list(range(1, 13))
 
 
 def greedy_tokens(llm: LLM, prompt: list[int]) -> list[int]:

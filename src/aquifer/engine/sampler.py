@@ -54,6 +54,12 @@ _VARIANTS: dict[SamplingMode, Variant] = {
 
 _NO_ROWS = np.zeros(0, np.int64)
 
+_LEAST_TOP_P = float(np.finfo(np.float32).tiny)
+"""A smaller top-p keeps the most probable token too, but would be 0 in float32 and keep none."""
+
+_LEAST_REPETITION = 1e-20
+"""A smaller repetition penalty orders tokens likewise, but logits over it would be infinite."""
+
 
 class Sampler:
     """Samples for the sequences of one model, with their parameters on the device.
@@ -110,9 +116,9 @@ class Sampler:
             params = one.params
             floats[:, i] = (
                 params.temperature,
-                params.top_p,
+                max(params.top_p, _LEAST_TOP_P),
                 params.min_p,
-                params.repetition_penalty,
+                max(params.repetition_penalty, _LEAST_REPETITION),
                 params.presence_penalty,
                 params.frequency_penalty,
             )
@@ -237,7 +243,7 @@ def token_logprobs(
     Args:
         logits: [n, vocab], as the model gave them.
         tokens: [n], the token to report first.
-        num_logprobs: [n], how many of the most probable to report; at most the whole vocabulary.
+        num_logprobs: [n], how many of the most probable to report; all, if there are fewer.
 
     Returns:
         A function that returns one entry for each row, to be called once the device is done.
@@ -245,7 +251,8 @@ def token_logprobs(
     logprobs = logits.float().log_softmax(-1)
     own = logprobs.gather(1, tokens.unsqueeze(1))
     ranks = (logprobs > own).sum(1) + 1
-    num_reported = min(max(int(num_logprobs.max()), 1), logprobs.shape[1])
+    num_logprobs = np.minimum(num_logprobs, logprobs.shape[1])
+    num_reported = max(int(num_logprobs.max()), 1)
     top_values, top_ids = logprobs.topk(num_reported, dim=1)
     # Two copies to the host, of integers and of floats.
     ids = download(torch.cat((tokens.unsqueeze(1), ranks.unsqueeze(1), top_ids), 1))

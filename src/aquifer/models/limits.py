@@ -6,12 +6,14 @@ is little, and that no product of sizes exceeds 64 bits.
 
 from __future__ import annotations
 
+from aquifer.kernels.sampling.sample import MAX_VOCAB
+
 MOST_LAYERS = 4096
 MOST_HEADS = 1 << 14
 MOST_WIDTH = 1 << 20
 """The largest width of hidden states, of the intermediate states of an MLP, and of a head."""
 
-MOST_VOCAB = 1 << 24
+MOST_VOCAB = MAX_VOCAB
 MOST_POSITIONS = 1 << 24
 """The rotary embedding computes with positions in float32, which is exact up to here."""
 

@@ -57,7 +57,8 @@ DEVIATIONS = 5.0  # half-width of brackets: one row in a million lies outside
 LIST_SHARE = 8  # a list holds 1/8 of the vocabulary; brackets need up to a tenth
 _LIST_BLOCK = 1024  # list entries searched at once
 _UNIT = 2.0**44  # probabilities are integers: multiples of the row's largest over this
-_MAX_VOCAB = (1 << 19) - 1  # so that the sum of a row is below 2^63
+MAX_VOCAB = (1 << 19) - 1
+"""The largest vocabulary, so that the sum of a row is below 2^63."""
 
 
 def sample(
@@ -85,7 +86,7 @@ def sample(
     """
     batch, vocab_size = logits.shape
     assert slots.shape == num_tokens.shape == out.shape == (batch,)
-    assert columns.counts.shape[1] == vocab_size <= _MAX_VOCAB
+    assert columns.counts.shape[1] == vocab_size <= MAX_VOCAB
     assert logits.stride(1) == 1
     if not runs_triton(logits):
         sample_host(logits, slots, num_tokens, columns, out)
