@@ -75,6 +75,14 @@ def test_a_rank_that_dies_while_nothing_runs_is_noticed(tmp_path: Path) -> None:
     ranks.close()
 
 
+def test_a_rank_that_dies_before_it_is_connected() -> None:
+    """Rank 0 waits for it no longer than until it has died."""
+    ranks = Ranks(["cpu", "meta"], answer_in_another_order)  # no collectives are for that device
+    with pytest.raises(GroupError, match=r"rank 1 of 2 \(meta, .* died with exit code 1"):
+        ranks.start()
+    assert not any(map(is_running, ranks.process_ids))
+
+
 def test_a_step_that_fails_on_rank_0_ends_the_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

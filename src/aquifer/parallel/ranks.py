@@ -14,6 +14,8 @@ import signal
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,6 +23,7 @@ from typing import Any, TypeAlias
 import torch
 
 from aquifer.errors import GroupError, one_line
+from aquifer.memory.driver import make_current
 from aquifer.parallel.collectives import GroupCollectives, connect
 
 _log = logging.getLogger(__name__)
@@ -28,7 +31,8 @@ _log = logging.getLogger(__name__)
 _EXIT_S = 5.0
 """How long a rank has to release its memory before it is killed."""
 _DEATH_S = 2.0
-"""How long an error of a collective waits for news of a rank that has died, which is its cause."""
+"""How long an error of a collective, or of connecting, waits for news of a rank that has died,
+which is its cause."""
 
 Serve: TypeAlias = Callable[[Connection, GroupCollectives, str], None]
 """What a rank runs: with its end of the pipe, the collectives, and the name of its device. It
@@ -74,6 +78,8 @@ class Ranks:
                 )
             )
         self._meeting = meeting
+        # The collectives, or why there are none; settled once.
+        self._connected: Future[GroupCollectives] = Future()
         self._sending = threading.Lock()
         self._is_closing = False
         self._lost: str | None = None
@@ -103,8 +109,10 @@ class Ranks:
         self._watcher.start()
         try:
             self.receive()  # each is there now, so none waits for one that is not
-            device = torch.device(self.devices[0])
-            self.collectives = connect(0, self.size, device, self._meeting)
+            # In a thread of its own, which may wait for ever for one that has died meanwhile.
+            threading.Thread(target=self._connect, name="aquifer-connect", daemon=True).start()
+            self.collectives = self._connected.result()
+            make_current(torch.device(self.devices[0]))
         except BaseException:
             self.close()
             raise
@@ -210,6 +218,20 @@ class Ranks:
         atexit.unregister(self.kill)
         self._folder.cleanup()
 
+    def _connect(self) -> None:
+        """Connect with the other ranks."""
+        try:
+            collectives = connect(0, self.size, torch.device(self.devices[0]), self._meeting)
+        except BaseException as error:
+            self._noticed.wait(_DEATH_S)
+            with suppress(InvalidStateError):  # one has died, which is the cause
+                self._connected.set_exception(error)
+            return
+        try:
+            self._connected.set_result(collectives)
+        except InvalidStateError:  # one has died
+            collectives.close()
+
     def _watch(self) -> None:
         """Notice that a rank has ended, and let what waits for it fail."""
         ended = wait([process.sentinel for process in self._processes])
@@ -227,8 +249,11 @@ class Ranks:
         )
         _log.error("%s", self._lost)
         self._noticed.set()
-        if hasattr(self, "collectives"):
-            self.collectives.abort()
+        try:
+            self._connected.set_exception(GroupError(self._lost))
+        except InvalidStateError:
+            if self._connected.exception() is None:
+                self._connected.result().abort()
 
 
 def _run(
