@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -15,7 +16,7 @@ from urllib.parse import quote
 from rich.table import Table
 
 from aquifer.config import BUNDLED_MODELS
-from aquifer.errors import ConfigError
+from aquifer.errors import ConfigError, one_line
 
 
 def fetch_memory(url: str, api_key: str | None) -> dict[str, Any]:
@@ -57,7 +58,7 @@ def add(url: str, api_key: str | None, model: str) -> dict[str, Any]:
     Raises:
         ConfigError: it cannot be used, or as for `fetch_memory`.
     """
-    name, separator, written = model.rpartition("=")
+    name, separator, written = model.partition("=") if "=" in model else ("", "", model)
     path = Path(written).expanduser()
     if written not in BUNDLED_MODELS and path.exists():
         written = str(path.resolve())
@@ -87,7 +88,9 @@ def _call(
     Raises:
         ConfigError: there is no server, or it answers with an error, or with something else.
     """
-    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    headers = {}
+    if api_key is not None:  # of the variable that a server reads several keys from, the first
+        headers["Authorization"] = f"Bearer {api_key.partition(',')[0].strip()}"
     if body:
         headers["Content-Type"] = "application/json"
     where = f"{url.rstrip('/')}/{path}"
@@ -101,8 +104,9 @@ def _call(
         raise ConfigError(
             _message(error) or f"{where} answers {error.code} {error.reason}"
         ) from error
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        has_text = not isinstance(error, http.client.HTTPException)  # else the server's bytes
+        reason = getattr(error, "reason", error) if has_text else one_line(error)
         raise ConfigError(
             f"no server of Aquifer answers at {url} ({reason}); give its address with --url"
         ) from error
