@@ -182,6 +182,11 @@ def test_what_is_no_url_is_refused(url: str) -> None:
         Target.reach(url)
 
 
+def test_a_host_that_is_no_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cannot connect to http://a.*--base-url"):
+        Target.reach(f"http://{64 * 'a'}")
+
+
 def test_lists_of_models() -> None:
     with fake_server(Answer(()), models=None) as server:
         assert Target.reach(server.url).model_names() is None

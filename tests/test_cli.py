@@ -90,6 +90,7 @@ def test_no_command_shows_help():
             "--port is 70000; it must be a whole number from 0 to 65535",
         ),
         (["serve", "demo", "--host", "256.0.0.1"], "256.0.0.1"),
+        (["serve", "demo", "--host", 64 * "a"], "is not an address of this machine"),
         (["serve", "demo", "--log-level", "loud"], "choose debug, info, warning or error"),
         (["serve", "demo", "--allowed-origins", "example.org"], "such as https://chat.example.org"),
         (["run", "no/such/folder", "hello"], "no/such/folder does not exist"),

@@ -136,6 +136,11 @@ def test_infinite_numbers_are_allowed_where_they_mean_something() -> None:
             option.parse(text)
 
 
+@pytest.mark.parametrize("value", [-1, -1.0, "-1", "-1m"])
+def test_a_negative_duration_is_infinite_however_it_is_written(value: object) -> None:
+    assert find_option("keep_alive").parse(value) == math.inf
+
+
 def test_a_single_choice_is_named() -> None:
     with pytest.raises(ConfigError, match=r"choose only$"):
         Option("kind", str, "only", "", choices=("only",)).parse("other")
@@ -377,6 +382,9 @@ def test_an_alias_stands_for_one_model() -> None:
         ("enable-prefix-caching: 2\n", "enable_prefix_caching is 2; write true or false"),
         ("api_key: 0123\n", "x.yaml: api_key is not text; put the value in quotes"),
         ("host: null\n", "x.yaml: host is not text"),
+        ("threads: 1_000_000\n", "threads is 1000000; it must be a whole number from 1 to 1024"),
+        (f"memory: '{'9' * 400}'\n", "it must be a size of at least 1, such as 4GiB"),
+        (f"reclaim_below: {'9' * 400}\n", "it must be a number from 0 to 1"),
         ("dtype: [float32]\n", "x.yaml: dtype is .'float32'.; choose auto, float32"),
     ],
 )

@@ -167,18 +167,18 @@ class Option:
             if self.type is not bool:
                 return None
             return value if isinstance(value, bool) else _TRUTH.get(str(value).lower())
-        if isinstance(value, self.type):
-            return value
         try:
+            if self.unit == "duration" and isinstance(value, (int, float, str)):
+                return parse_duration(value)
+            if isinstance(value, self.type):
+                return value
             if self.type is int and isinstance(value, str):
                 return parse_size(value) if self.unit in ("bytes", "tokens") else int(value)
-            if self.unit == "duration" and isinstance(value, (int, str)):
-                return parse_duration(value)
             if self.type is float and isinstance(value, (int, str)):
                 return float(value)
             if self.type is Path and isinstance(value, str):
                 return Path(value)
-        except ValueError:
+        except (ValueError, OverflowError):  # also an integer that no float can hold
             pass
         return None
 

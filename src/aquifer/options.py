@@ -235,6 +235,7 @@ OPTIONS: tuple[Option, ...] = (
         "CPU threads that run each step; on a GPU, what the GPU leaves to the CPU.",
         scopes=("serve", "run", "bench", "llm"),
         minimum=1,
+        maximum=1024,
         example="4",
         unset="OMP_NUM_THREADS, or else by the size of each step, up to the CPUs of the process",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from aquifer.errors import ConfigError
@@ -18,9 +19,10 @@ def parse_size(text: str | int) -> int:
     if isinstance(text, int):
         return text
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?\s*", text.upper())
-    if match is None:
+    num_bytes = math.inf if match is None else float(match[1]) * _FACTORS[match[2]]
+    if math.isinf(num_bytes):
         raise ConfigError(f"{text!r} is not a size; write it like 512M, 4G or 4GiB")
-    return int(float(match[1]) * _FACTORS[match[2]])
+    return int(num_bytes)
 
 
 def format_size(num_bytes: float) -> str:

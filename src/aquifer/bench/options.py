@@ -12,7 +12,7 @@ ENGINE = options_of("bench")
 """What `LLM` is opened with."""
 
 OUTPUT = Option("output", Path, None, "Write the result to this JSON file.")
-SEED = Option("seed", int, 0, "Seed of the workload and of sampling.")
+SEED = Option("seed", int, 0, "Seed of the workload and of sampling.", minimum=0)
 _TRANSFORMERS = Option(
     "transformers", bool, False, "Also run Transformers' generate, one after the other."
 )

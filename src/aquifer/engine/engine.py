@@ -83,7 +83,8 @@ class Engine(ModelControl):
         self._undelivered: list[TokenOutput] = []  # outputs that the next step returns
         self._asked_s = time.monotonic()
         self._late = LateCompilations()
-        self._seeds = np.random.default_rng(config.seed)
+        # As the seeds of requests, it may be negative.
+        self._seeds = np.random.default_rng(None if config.seed is None else config.seed % 2**64)
 
     @classmethod
     def open(

@@ -154,7 +154,7 @@ def _listen(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-    except socket.gaierror as error:
+    except (socket.gaierror, UnicodeError) as error:  # or no host name at all
         raise ConfigError(
             f"host {host!r} is not an address of this machine ({error}); use one such as "
             "127.0.0.1 or 0.0.0.0"

@@ -62,9 +62,10 @@ class Target:
         try:
             with socket.create_connection((host, port), _CONNECT_TIMEOUT_S) as connection:
                 address = connection.getpeername()[0]
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the latter: no host name at all
+            reason = getattr(error, "strerror", None) or error
             raise ConfigError(
-                f"cannot connect to {url}: {error.strerror or error}; start the server, or give "
+                f"cannot connect to {url}: {reason}; start the server, or give "
                 "its address with --base-url"
             ) from error
         prefix = parts.path.rstrip("/").removesuffix("/v1")
