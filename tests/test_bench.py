@@ -218,6 +218,34 @@ def _quick_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Rates, "measure", classmethod(lambda *_: RATES))
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [("overhead",), *((name, "demo") for name in ("throughput", "latency", "prefill", "start"))]
+    + [(name, "demo") for name in ("load", "switch", "soak")],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aquifer.memory.driver.host.HostDriver.__init__", _must_not_be_called)
+    monkeypatch.setattr(subprocess, "run", _must_not_be_called)
+    with pytest.raises(ConfigError, match=r"--output: cannot write .*: Is a directory"):
+        bench(tmp_path, *arguments)
+
+
+def _must_not_be_called(*_: object, **__: object) -> None:
+    raise AssertionError("a measurement has begun")
+
+
+def test_a_result_that_cannot_be_written_is_an_error_in_a_line() -> None:
+    with pytest.raises(ConfigError, match="cannot write the result to /dev/full: No space left"):
+        bench(Path("/dev/full"), "overhead", "--num-seqs", "1", "--num-steps", "1")
+
+
+def test_overhead_refuses_pages_of_a_size_that_there_is_not(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--page-size is 1000; it must be a multiple of"):
+        bench(tmp_path / "x", "overhead", "--page-size", "1000")
+
+
 def test_throughput(checkpoint: Path, tmp_path: Path) -> None:
     options = ("--num-prompts", "3", "--input-len", "4-9", "--output-len", "3-6")
     figures = bench(

@@ -57,6 +57,8 @@ def test_a_server_is_started_for_a_model(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    for variable in ("AQUIFER_API_KEY", "AQUIFER_SERVED_MODEL_NAME"):  # of servers that it is not
+        monkeypatch.setenv(variable, "other")
     options = ("--num-prompts", "5", "--input-len", "5-9", "--output-len", "6", "--threads", "2")
     result = result_of(tmp_path / "s.json", str(checkpoint), *options, "--memory", "64MiB")
     assert (result["threads"], result["memory"]) == (2, 64 << 20)
@@ -232,6 +234,7 @@ def test_several_tokens_in_an_event(tmp_path: Path) -> None:
         (("demo", "--endpoint", "/v1/chat/completions"), "add --backend openai-chat"),
         (("demo", "--endpoint", "x"), "--endpoint is 'x'; write a path"),
         (("demo", "--goodput", "ttft:500", "tpot:x"), "--goodput"),
+        (("demo", "--goodput", "ttft:inf"), "--goodput"),
         (("demo", "--percentile-metrics", "ttft,x"), "--percentile-metrics"),
         (("demo", "--metric-percentiles", "101"), "--metric-percentiles"),
         (("demo", "--result-dir", "x"), "are for --save-result"),

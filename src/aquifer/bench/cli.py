@@ -20,6 +20,7 @@ from aquifer.bench.report import (
     describe,
     finish,
     measure_rates,
+    measures,
     new_table,
     output_rate,
     rates_text,
@@ -32,7 +33,7 @@ from aquifer.bench.workload import LengthRange, Workload
 from aquifer.config import EngineConfig, ModelSpec, field_values
 from aquifer.errors import ConfigError
 from aquifer.hub import locate
-from aquifer.parameters import ModelArgument, values_for, with_options
+from aquifer.parameters import ModelArgument, values_for
 
 if TYPE_CHECKING:
     from aquifer.llm import LLM
@@ -42,7 +43,7 @@ app.command("serve", cls=ServeCommand)(serve)
 
 
 @app.command()
-@with_options(table_of.THROUGHPUT)
+@measures(table_of.THROUGHPUT)
 def throughput(model: ModelArgument, options: SimpleNamespace) -> None:
     """Measure output tokens a second of many requests at once."""
     if options.transformers and options.temperature:
@@ -89,7 +90,7 @@ def throughput(model: ModelArgument, options: SimpleNamespace) -> None:
 
 
 @app.command()
-@with_options(table_of.LATENCY)
+@measures(table_of.LATENCY)
 def latency(model: ModelArgument, options: SimpleNamespace) -> None:
     """Measure the time of a decode step and to the first tokens, by batch size."""
     from aquifer.bench import offline
@@ -150,7 +151,7 @@ def latency(model: ModelArgument, options: SimpleNamespace) -> None:
 
 
 @app.command()
-@with_options(table_of.PREFILL)
+@measures(table_of.PREFILL)
 def prefill(model: ModelArgument, options: SimpleNamespace) -> None:
     """Measure prompt tokens a second, with requests that end at their first token."""
     from aquifer.bench import offline
@@ -192,7 +193,7 @@ def prefill(model: ModelArgument, options: SimpleNamespace) -> None:
 
 
 @app.command()
-@with_options(table_of.START)
+@measures(table_of.START)
 def start(model: ModelArgument, options: SimpleNamespace) -> None:
     """Measure the time from a new process to its first token."""
     from aquifer.bench.start import measure_start
@@ -221,7 +222,7 @@ def start(model: ModelArgument, options: SimpleNamespace) -> None:
 
 
 @app.command()
-@with_options(table_of.LOAD)
+@measures(table_of.LOAD)
 def load(model: ModelArgument, options: SimpleNamespace) -> None:
     """Measure how fast a checkpoint's weights are loaded onto the device."""
     import torch
@@ -258,7 +259,7 @@ def load(model: ModelArgument, options: SimpleNamespace) -> None:
 
 
 @app.command()
-@with_options(table_of.SWITCH)
+@measures(table_of.SWITCH)
 def switch(model: ModelArgument, options: SimpleNamespace) -> None:
     """Measure the time to the first token by where a model's weights are."""
     import torch
@@ -304,7 +305,7 @@ def switch(model: ModelArgument, options: SimpleNamespace) -> None:
 
 
 @app.command()
-@with_options(table_of.SOAK)
+@measures(table_of.SOAK)
 def soak(model: ModelArgument, options: SimpleNamespace) -> None:
     """Send many random requests to a pool that is too small, with clients that leave.
 
@@ -380,7 +381,7 @@ def soak(model: ModelArgument, options: SimpleNamespace) -> None:
 
 
 @app.command()
-@with_options(table_of.OVERHEAD)
+@measures(table_of.OVERHEAD)
 def overhead(options: SimpleNamespace) -> None:
     """Measure the time that scheduler and cache take for a step, without a model."""
     from aquifer.bench.overhead import measure_steps, random_layout

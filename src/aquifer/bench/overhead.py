@@ -16,6 +16,7 @@ from aquifer.engine.params import Request, SamplingParams
 from aquifer.engine.scheduler import Scheduler
 from aquifer.engine.sequence import SequenceGroup
 from aquifer.engine.step_input import StepInput, StepOutput
+from aquifer.errors import ConfigError
 from aquifer.memory.driver import open_driver
 from aquifer.memory.pool import PagePool
 from aquifer.memory.stock import PageStocker
@@ -48,8 +49,16 @@ def measure_steps(
     Returns:
         "first": the pool's pages are new, and each comes from the system;
         "again": the same again, on the pages that the first round left idle.
+
+    Raises:
+        ConfigError: pages cannot have that size.
     """
     driver = open_driver("cpu")
+    if page_bytes % driver.granularity_bytes:
+        driver.close()
+        raise ConfigError(
+            f"--page-size is {page_bytes}; it must be a multiple of {driver.granularity_bytes}"
+        )
     pool = PagePool(driver, _POOL_BYTES, page_bytes, keep_idle_bytes=_POOL_BYTES)
     stocker = PageStocker(pool)
     stocker.start()

@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from aquifer.bench.result import save
+from aquifer.bench.result import check_writable, save
+from aquifer.option import Option
+from aquifer.parameters import with_options
 
 if TYPE_CHECKING:
     from aquifer.bench.floor import Rates
     from aquifer.llm import LLM
+
+
+def measures(
+    options: Sequence[Option],
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a function a command, as `with_options` does; the file of --output is checked first."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def run(*args: Any, options: SimpleNamespace, **given: Any) -> None:
+            if options.output is not None:
+                check_writable(options.output, "--output")
+            command(*args, options=options, **given)
+
+        return with_options(options)(run)
+
+    return decorate
 
 
 def describe(benchmark: str, llm: LLM, options: dict[str, Any]) -> dict[str, Any]:

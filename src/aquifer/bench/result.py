@@ -100,11 +100,18 @@ def save(file: Path, figures: dict[str, Any], *, command: str | None = None) -> 
         file: where to write.
         figures: what was measured.
         command: how to measure it again; None for the command line of this process.
+
+    Raises:
+        ConfigError: the file cannot be written.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
     described = environment() | ({} if command is None else {"command": command})
     content = {"environment": described, **figures}
-    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    text = json.dumps(content, indent=2) + "\n"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write the result to {file}: {error.strerror}") from error
 
 
 def commit(folder: Path) -> str | None:

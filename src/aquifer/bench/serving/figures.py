@@ -73,7 +73,7 @@ def parse_goodput(texts: Sequence[str]) -> dict[str, float]:
             bounds_ms[name] = float(number)
         except ValueError:
             bounds_ms[name] = math.nan
-        if name not in _GOODPUT_METRICS or not bounds_ms[name] >= 0:
+        if name not in _GOODPUT_METRICS or not 0 <= bounds_ms[name] < math.inf:
             raise ConfigError(
                 f"--goodput is {text!r}; write milliseconds by latency, such as ttft:500 tpot:50 "
                 "e2el:10000"

@@ -12,7 +12,9 @@ from typing import Any
 
 from aquifer.bench.options import ENGINE
 from aquifer.errors import EngineError
+from aquifer.options import find_option, options_of
 
+_GUARDS = find_option("guard_pages").variable  # that of any program
 _READY = re.compile(r"ready on (http://\S+)")
 
 
@@ -25,7 +27,8 @@ def serving(
     Args:
         model: what to serve.
         arguments: further arguments of the command.
-        environment: variables that are added to those of this process.
+        environment: variables that are added to those of this process. Options that the latter
+            set for `aquifer serve` do not count: the result would not tell.
 
     Yields: its URL.
 
@@ -33,9 +36,11 @@ def serving(
         EngineError: it did not start; its messages are on standard error.
     """
     command = [sys.executable, "-m", "aquifer", "serve", model, "--port", "0", *arguments]
+    options = {option.variable for option in options_of("serve")} - {_GUARDS}
+    inherited = {name: text for name, text in os.environ.items() if name not in options}
     server = subprocess.Popen(
         command,
-        env={**os.environ, "AQUIFER_LOG_LEVEL": "error", **(environment or {})},
+        env={**inherited, "AQUIFER_LOG_LEVEL": "error", **(environment or {})},
         stdout=subprocess.PIPE,
         text=True,
     )
