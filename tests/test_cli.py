@@ -143,6 +143,11 @@ def test_run_answers_a_prompt_or_standard_input(checkpoint: Path):
     assert _aquifer("run", checkpoint, "hello", "--raw", *options).stdout != chat.stdout
 
 
+def test_an_answer_takes_no_more_than_the_context_has_left(checkpoint: Path):
+    result = _aquifer("run", checkpoint, "--raw", "ab" * 20, "--max-model-len", "64")
+    assert (result.returncode, result.stderr) == (0, "")
+
+
 def test_run_refuses_what_cannot_be_answered(checkpoint: Path):
     result = _aquifer("run", checkpoint, "x" * 3000)
     assert result.returncode == 1

@@ -7,15 +7,17 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from aquifer.errors import RequestError
+from aquifer.errors import ContextLengthError, RequestError
 
 if TYPE_CHECKING:
     from aquifer.engine.params import SamplingParams
     from aquifer.llm import LLM
+    from aquifer.text import Delta
 
 _HELP = """\
 /help   this text
@@ -85,7 +87,7 @@ def say(llm: LLM, prompt: str | list[dict[str, str]], params: SamplingParams) ->
     pieces: list[str] = []
     num_tokens = 0
     start_s = first_s = last_s = time.monotonic()
-    stream = llm.stream(prompt, params)
+    stream = _stream(llm, prompt, params)
     with _interrupts_counted() as interrupts, contextlib.closing(stream):
         for delta in stream:
             print(delta.text, end="", flush=True)
@@ -99,6 +101,16 @@ def say(llm: LLM, prompt: str | list[dict[str, str]], params: SamplingParams) ->
     if sys.stderr.isatty():
         print(speed(num_tokens, first_s - start_s, last_s - first_s), file=sys.stderr)
     return "".join(pieces), not interrupts
+
+
+def _stream(
+    llm: LLM, prompt: str | list[dict[str, str]], params: SamplingParams
+) -> Generator[Delta, None, None]:
+    """Stream an answer; what the context has left is enough if that is less than `max_tokens`."""
+    try:
+        yield from llm.stream(prompt, params)
+    except ContextLengthError:  # before the first token
+        yield from llm.stream(prompt, replace(params, max_tokens=None))
 
 
 def speed(num_tokens: int, first_s: float, others_s: float) -> str:
