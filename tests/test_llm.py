@@ -17,7 +17,7 @@ from aquifer.engine.outputs import TokenOutput
 from aquifer.engine.params import Request, SamplingParams
 from aquifer.engine.runner import Runner
 from aquifer.engine.step_input import StepInput
-from aquifer.errors import EngineError
+from aquifer.errors import EngineError, RequestError
 from aquifer.llm import LLM
 from aquifer.text import Delta
 
@@ -187,6 +187,27 @@ def test_an_interrupt_ends_the_streams_whose_step_it_was(
     with pytest.raises(EngineError, match="failed: KeyboardInterrupt"):
         list(one)
     assert generate(llm, cases) == [case.completions[0] for case in cases]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        (5.0, "a prompt is of type float"),
+        ([[1], None], "a prompt is of type NoneType"),
+        ({"prompt": 5}, "a prompt is of type int"),
+        ({"cache_salt": "a"}, "needs 'prompt_token_ids' or 'prompt'"),
+        ({"prompt_token_ids": [1], "multi_modal_data": {}}, "has 'multi_modal_data', which is not"),
+    ],
+)
+def test_what_is_no_prompt_is_refused(llm: LLM, prompt: Any, words: str) -> None:
+    prompts = prompt if isinstance(prompt, list) else [prompt]
+    with pytest.raises(RequestError, match=words):
+        llm.generate(prompts, SamplingParams(max_tokens=1))
+
+
+def test_parameters_as_a_mapping_are_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="write SamplingParams"):
+        llm.generate([[1]], {"max_tokens": 1})  # type: ignore[arg-type]
 
 
 def test_a_request_without_a_reader_is_ended(llm: LLM) -> None:

@@ -23,16 +23,8 @@ from aquifer.garbage import old_objects_left_out
 from aquifer.hub import locate
 from aquifer.options import options_of
 from aquifer.progress import LoadingBar, counting_bar
+from aquifer.prompts import Messages, Prompt, check_prompt, is_one_conversation, is_one_prompt
 from aquifer.text import Delta, OutputBuilder, Tokenizer
-
-Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or {"prompt_token_ids": [...]} or {"prompt": "..."}.
-
-A mapping may also have a "cache_salt": retained prefixes are found only by prompts with the same.
-"""
-
-Messages: TypeAlias = Sequence[Mapping[str, Any]]
-"""A conversation: [{"role": "user", "content": "..."}, ...]."""
 
 _Inbox: TypeAlias = deque[TokenOutput]
 """Outputs of the requests of one call of `LLM`, not read yet."""
@@ -190,7 +182,7 @@ class LLM:
         Raises:
             RequestError: a prompt cannot be served; then no prompt is.
         """
-        many: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        many: list[Any] = [prompts] if is_one_prompt(prompts) else list(prompts)
         return self._complete([self._encode(prompt) for prompt in many], sampling_params, use_tqdm)
 
     def chat(
@@ -211,7 +203,7 @@ class LLM:
             add_generation_prompt: end the prompt with the beginning of the answer.
             chat_template: Jinja source used in place of the model's own.
         """
-        many: list[Any] = [messages] if _is_one_conversation(messages) else list(messages)
+        many: list[Any] = [messages] if is_one_conversation(messages) else list(messages)
         tokenizer = self._need_tokenizer("messages")
         prompts = [
             _Encoded(tokenizer.encode_chat(conversation, add_generation_prompt, chat_template))
@@ -311,6 +303,11 @@ class LLM:
     ) -> list[RequestOutput]:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * len(prompts)
+        if isinstance(sampling_params, Mapping):
+            raise RequestError(
+                "sampling_params is a mapping; write SamplingParams(max_tokens=16)",
+                param="sampling_params",
+            )
         if len(sampling_params) != len(prompts):
             raise RequestError(
                 f"{len(sampling_params)} sampling_params for {len(prompts)} prompts; give one, or "
@@ -389,23 +386,19 @@ class LLM:
                 inbox.append(output)
 
     def _encode_any(self, prompt: Prompt | Messages, add_generation_prompt: bool) -> _Encoded:
-        if _is_one_conversation(prompt):
+        if is_one_conversation(prompt):
             messages: Any = prompt
             tokenizer = self._need_tokenizer("messages")
             return _Encoded(tokenizer.encode_chat(messages, add_generation_prompt))
         return self._encode(prompt)  # type: ignore[arg-type]
 
     def _encode(self, prompt: Prompt) -> _Encoded:
+        check_prompt(prompt)
         salt: str | None = None
         if isinstance(prompt, Mapping):
             salt = prompt.get("cache_salt")
             if "prompt_token_ids" in prompt:
                 return _Encoded(list(prompt["prompt_token_ids"]), prompt.get("prompt"), salt)
-            if "prompt" not in prompt:
-                raise RequestError(
-                    "a prompt given as a mapping needs 'prompt_token_ids' or 'prompt'",
-                    param="prompt",
-                )
             prompt = prompt["prompt"]
         if isinstance(prompt, str):
             return _Encoded(self._need_tokenizer("prompt").encode(prompt), prompt, salt)
@@ -431,19 +424,3 @@ LLM.__doc__ = (LLM.__doc__ or "").replace(
         for option in options_of("llm")
     ),
 )
-
-
-def _is_one_prompt(prompts: Any) -> bool:
-    """Whether this is one prompt (text, a mapping, token ids), not a list of prompts."""
-    return isinstance(prompts, (str, Mapping)) or (
-        len(prompts) > 0 and all(isinstance(token_id, int) for token_id in prompts)
-    )
-
-
-def _is_one_conversation(messages: Any) -> bool:
-    return (
-        not isinstance(messages, (str, Mapping))
-        and len(messages) > 0
-        and isinstance(messages[0], Mapping)
-        and "role" in messages[0]
-    )
