@@ -64,6 +64,10 @@ def _train(
     if pretrained is not None and encoder != "distilbert":
         raise ConfigError("--pretrained needs --encoder distilbert")
     split, fingerprint = _read(files, tokenizer, hold_out or [])
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output: cannot make {output}: {error.strerror}") from error
     config = PredictorConfig(encoder, fingerprint, reads_prompts=bool(fingerprint))
 
     def prepare(predictor: LengthPredictor) -> None:

@@ -308,6 +308,10 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = CliRunner().invoke
     arguments = ["predict", "train", "served.jsonl", "--output", "p", "--epochs", "2"]
     assert "give --tokenizer" in str(run(app, arguments).exception)
+    with monkeypatch.context() as patched:  # the file is there, and nothing is trained
+        patched.setattr("aquifer.predict.train.train", None)
+        refused = run(app, [*arguments, "--tokenizer", "demo", "--output", "served.jsonl"])
+    assert "--output: cannot make served.jsonl: File exists" in str(refused.exception)
     result = run(app, [*arguments, "--tokenizer", "demo"])
     assert result.exit_code == 0, result.output
     assert "mean absolute error" in result.output
