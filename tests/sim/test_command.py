@@ -54,6 +54,20 @@ def test_rates_managers_and_a_plot(trace, tmp_path):
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_memory_in_a_plot_is_all_of_it(trace, tmp_path, monkeypatch):
+    shown = []
+    plot_memory = replay_plot.plot_memory
+
+    def note(axes: Any, runs: Any) -> None:
+        plot_memory(axes, runs)
+        shown.append(sum(bar.get_height() for bar in axes.patches))
+
+    monkeypatch.setattr(replay_plot, "plot_memory", note)
+    for weights in ("resident", "tensor"):
+        _replay(trace, "--plot", tmp_path / "out.png", "--weights", weights)
+    assert shown == pytest.approx([100.0, 100.0])
+
+
 def test_models_that_are_loaded_for_their_requests(tmp_path):
     """Two of them fit into the pool beside each other but for a few tensors."""
     trace = tmp_path / "trace.csv"

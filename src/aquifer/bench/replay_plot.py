@@ -23,8 +23,10 @@ MEMORY_PARTS = {
     "external": "external",
     "retained": "prefixes",
     "free": "free",
+    "weights": "weights",
 }
-"""Names in Fig. 2 of the parts of KV memory; there, free memory counts as external."""
+"""Names in Fig. 2 of the parts of KV memory; there, free memory counts as external. Weights are a
+part where they come and go."""
 
 _LOOKS = (("-", "o", 9), ("--", "s", 6), ("-.", "^", 6), (":", "v", 6), ("-", "D", 4))
 """Line style, marker and its size of each manager in turn. Lines of equal values both show: one is
@@ -67,7 +69,7 @@ def plot(runs: Sequence[Run], file: Path, title: str) -> None:
     batched.set(xlabel="requests/s", ylabel="requests batched, mean", ylim=(0, None))
     if any(run.rate is not None for run in runs):
         latency.legend()
-    _plot_memory(memory, [[run for run in runs if run.manager == name][-1] for name in managers])
+    plot_memory(memory, [[run for run in runs if run.manager == name][-1] for name in managers])
     figure.suptitle(title)
     figure.tight_layout()
     try:
@@ -79,11 +81,13 @@ def plot(runs: Sequence[Run], file: Path, title: str) -> None:
         pyplot.close(figure)
 
 
-def _plot_memory(axes: Axes, runs: Sequence[Run]) -> None:
-    """Plot the parts of memory of each run as a bar."""
+def plot_memory(axes: Axes, runs: Sequence[Run]) -> None:
+    """Plot the parts of memory of each run as a bar, in percent."""
     managers = [run.manager for run in runs]
     bottom = [0.0] * len(runs)
     for part, name in MEMORY_PARTS.items():
+        if part == "weights" and not any(run.result.averages[part] for run in runs):
+            continue
         heights = [100 * r.result.averages[part] / r.result.kv_budget_bytes for r in runs]
         axes.bar(managers, heights, bottom=bottom, label=name)
         bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
