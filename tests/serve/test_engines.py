@@ -44,6 +44,7 @@ from aquifer.serve.messages import (
     Withdraw,
     first_number,
 )
+from aquifer.serve.prefixes import PinnedPrefixes
 from aquifer.serve.questions import ANSWER_S
 
 STATS = EngineStats({}, {}, {}, 0.0, {}, {})
@@ -591,6 +592,35 @@ def test_a_pin_that_is_answered_too_late_is_undone() -> None:
         link.answers_pins = True
         await settle()
         assert await server.engines.pin("m", [1, 2, 3], None, "client") == 3
+
+    run(test())
+
+
+@pytest.mark.parametrize("is_answered", [False, True])
+def test_a_pin_for_which_the_caller_is_cancelled_is_undone(*, is_answered: bool) -> None:
+    """Before the answer, or when it has just come."""
+
+    async def test() -> None:
+        server = Server("m")
+        link = await server.add("a")
+        link.answers_pins = False
+        prefixes = PinnedPrefixes(server.engines)
+        pinning = asyncio.create_task(prefixes.pin(None, "client", "m", [1, 2], "salt"))
+        await settle()
+        answers = Pinned(2), Pinned(0)
+        if is_answered:
+            link.say(answers[0])
+            asyncio.get_running_loop().call_soon(pinning.cancel)
+        else:
+            pinning.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pinning
+        assert link.of(Unpin) == [Unpin("m", [1, 2], "salt")]
+        assert prefixes.of(None) == []
+        link.say(*answers[is_answered:])
+        link.answers_pins = True
+        await settle()
+        assert (await prefixes.pin(None, "client", "m", [1, 2, 3], None)).num_tokens == 3
 
     run(test())
 

@@ -41,17 +41,19 @@ class Questions:
             link: to the engine process.
             question: the question.
             timeout_s: how long to wait; None for as long as the process lives.
-            undo: sent when the answer takes longer, as the process does what it was asked later.
+            undo: sent when the caller gives up, as the process does what it was asked all the same.
         """
         waiter = self._waiters.add()
         link.send(question)
         try:
             async with asyncio.timeout(timeout_s):
                 return await waiter
-        except TimeoutError:
+        except (TimeoutError, asyncio.CancelledError) as error:
             if undo is not None:
                 self._waiters.add().cancel()  # no caller waits for its answer
                 link.send(undo)
+            if isinstance(error, asyncio.CancelledError):
+                raise
             raise UnavailableError(
                 f"the engine has not answered for {timeout_s:g} s", RETRY_S
             ) from None
