@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -67,6 +68,14 @@ class ControllerClient:
                     ) from error
                 time.sleep(_PAUSE_S)
 
-    def kill(self) -> None:
-        """End the controller."""
-        ray.kill(controller_actor(), no_restart=True)
+    def end(self, timeout_s: float = 10.0) -> None:
+        """End the workers and the controller.
+
+        Args:
+            timeout_s: how long to wait until the workers have ended. The controller ends in any
+                case; workers that are left then are ended by the controller of the next server.
+        """
+        with suppress(UnavailableError):
+            self.call_now("stop", timeout_s=timeout_s)
+        with suppress(RayError):  # it is gone, and so is the cluster
+            ray.kill(controller_actor(), no_restart=True)

@@ -59,6 +59,7 @@ class Controller:
     def __init__(self) -> None:
         saved = _internal_kv_get(_KEY, namespace=NAMESPACE)
         self._state = ClusterState.from_json(saved.decode()) if saved else ClusterState()
+        self._found = list(self._state.workers)  # of the process before, which are to be looked at
         self._version = time.time_ns()
         self._changed = asyncio.Event()  # set and replaced when the version changes
         self._wake = asyncio.Event()
@@ -94,6 +95,7 @@ class Controller:
                 return None
             await asyncio.sleep(_LOOK_S)
         self._saw(front)
+        self._is_stopping = False
         before = self._state.settings
         if before is not None and _kind(before) != _kind(settings):
             for name in list(self._state.workers):
@@ -141,12 +143,16 @@ class Controller:
         await self._end(name)
 
     async def stop(self) -> None:
-        """End all workers, and keep none."""
+        """End all workers, and keep none until another server comes."""
         self._is_stopping = True
+        self._front_seen_s = -_FRONT_S
         if self._keeping is not None:
             self._keeping.cancel()
+            self._keeping = None
+        self._state.models, self._state.url = {}, ""
         await asyncio.gather(*(self._end(name) for name in list(self._state.workers)))
-        self._state = ClusterState()
+        if self._is_stopping:  # or a server has come meanwhile
+            self._state = ClusterState(num_made=self._state.num_made)
         self._save()
 
     # ---- what an operator asks
@@ -210,8 +216,10 @@ class Controller:
     def _start(self) -> None:
         """Begin to keep workers, if that was wanted and has not begun."""
         if self._keeping is None and self._state.settings is not None and not self._is_stopping:
-            for worker in self._state.workers.values():
-                self._run(worker, is_new=False)
+            found, self._found = self._found, []
+            for name in found:
+                if (worker := self._state.workers.get(name)) is not None:
+                    self._run(worker, is_new=False)
             self._keeping = asyncio.create_task(self._keep())
 
     async def _keep(self) -> None:
@@ -337,11 +345,18 @@ class Controller:
         return actor, await actor.start.remote()
 
     async def _end(self, name: str) -> None:
-        """End a worker and give back its resources; it may be gone already."""
+        """End a worker and give back its resources; it may be gone already.
+
+        It is written down until it has ended, so that another process of the controller ends it.
+        """
         worker = self._state.workers.get(name)
         if worker is None:
             return
-        self._forget(name)
+        worker.address, worker.is_leaving = None, True
+        if (task := self._running.pop(name, None)) is not None:
+            task.cancel()
+        self._note_change()
+        self._wake.set()
 
         def end() -> None:
             with suppress(ValueError, RayError):
@@ -353,19 +368,13 @@ class Controller:
                 remove_placement_group(get_placement_group(name))
 
         await asyncio.to_thread(end)
+        self._state.workers.pop(name, None)
+        self._note_change()
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
-
-    def _forget(self, name: str) -> None:
-        """There is no such worker any more."""
-        self._state.workers.pop(name, None)
-        if (task := self._running.pop(name, None)) is not None:
-            task.cancel()
-        self._note_change()
-        self._wake.set()
 
     def _note_change(self) -> None:
         """Tell those that watch, and write it down."""

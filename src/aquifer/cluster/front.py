@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from aquifer.cluster import nodes
 from aquifer.cluster.ray_token import ray_environment
@@ -18,12 +18,9 @@ from aquifer.cluster.state import Settings
 from aquifer.cluster.token import read_token, write_token
 from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.reports import LoadProgress
-from aquifer.errors import ConfigError, EngineError
+from aquifer.errors import ConfigError
 from aquifer.serve.config import ServerConfig
 from aquifer.serve.server import serve
-
-if TYPE_CHECKING:
-    from aquifer.cluster.client import ControllerClient
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +151,7 @@ def _serve(
             on_listening=on_listening,
         )
     finally:
-        _stop(controller)
-
-
-def _stop(controller: ControllerClient) -> None:
-    """End the workers and the controller."""
-    with contextlib.suppress(EngineError):  # it is gone, and so is the cluster
-        controller.call_now("stop", timeout_s=10.0)
-        controller.kill()
+        controller.end()
 
 
 def _exit(number: int, _: object) -> NoReturn:

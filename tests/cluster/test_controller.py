@@ -1,0 +1,216 @@
+"""The controller with a played Ray: what outlives a stop, and a process of the controller."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.exceptions import GetTimeoutError
+from tests.serve.test_engines import settle, until
+
+from aquifer.cluster import client, controller
+from aquifer.cluster.client import ControllerClient
+from aquifer.cluster.controller import Controller
+from aquifer.cluster.state import Settings, View
+from aquifer.cluster.tcp import Address
+from aquifer.config import ModelSpec
+
+NODE = {
+    "NodeID": "node",
+    "NodeManagerAddress": "127.0.0.1",
+    "Alive": True,
+    "Resources": {"CPU": 4.0},
+}
+SETTINGS = Settings(num_wanted=2)
+WAIT_S = 30.0
+
+
+class Method:
+    """A method of an actor, to be called with `remote`."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.remote = call
+
+
+class WorkerActor:
+    """The actor of a worker, which runs until it is killed."""
+
+    def __init__(self) -> None:
+        self.start = Method(lambda: asyncio.sleep(0, Address("127.0.0.1", 1)))
+        self.wait = Method(lambda: asyncio.Event().wait())
+        self.stop = Method(lambda: None)
+
+
+class Group:
+    """A placement group."""
+
+    async def ready(self) -> None:
+        """It has its resources at once."""
+
+
+class Ray:
+    """The calls of Ray that the controller makes.
+
+    Attributes:
+        saved: what is in Ray's own store.
+        actors: of the workers, by name.
+        may_stop: whether workers that are asked to stop do so; until then they are waited for.
+    """
+
+    def __init__(self) -> None:
+        self.saved: bytes | None = None
+        self.actors: dict[str, WorkerActor] = {}
+        self.may_stop = threading.Event()
+        self.may_stop.set()
+        self._name = ""
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [NODE]
+
+    def get_actor(self, name: str, _: str) -> WorkerActor:
+        if name not in self.actors:
+            raise ValueError(name)
+        return self.actors[name]
+
+    def get(self, _: object, timeout: float) -> None:
+        assert self.may_stop.wait(timeout + 30.0)
+
+    def kill(self, actor: WorkerActor) -> None:
+        self.actors = {name: each for name, each in self.actors.items() if each is not actor}
+
+    def remote(self, _: type) -> Ray:
+        return self
+
+    def options(self, *, name: str, **_: object) -> Method:
+        def make(*_: object) -> WorkerActor:
+            assert name not in self.actors
+            self.actors[name] = WorkerActor()
+            return self.actors[name]
+
+        return Method(make)
+
+    def save(self, _: bytes, value: bytes, *, overwrite: bool, namespace: str) -> None:
+        assert overwrite
+        self.saved = value
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
+    played = Ray()
+    monkeypatch.setattr(controller, "ray", played)
+    monkeypatch.setattr(controller, "_internal_kv_get", lambda _, namespace: played.saved)
+    monkeypatch.setattr(controller, "_internal_kv_put", played.save)
+    monkeypatch.setattr(controller, "placement_group", lambda *_, **__: Group())
+    monkeypatch.setattr(controller, "get_placement_group", lambda _: None)
+    monkeypatch.setattr(controller, "remove_placement_group", lambda _: None)
+    return played
+
+
+async def until_whole(keeper: Controller, front: str) -> View:
+    """Wait until a server sees all workers that it wants."""
+    view = View(0, ())
+    while len(view.workers) < SETTINGS.num_wanted:
+        view = await keeper.watch(front, view.version)
+    return view
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, WAIT_S))
+
+
+def spec(name: str) -> ModelSpec:
+    return ModelSpec(name, Path(name))
+
+
+def test_a_controller_that_was_stopped_makes_workers_for_the_next_server(ray: Ray) -> None:
+    async def test() -> None:
+        keeper = Controller()
+        assert await keeper.configure("first", SETTINGS, [spec("a")]) == [spec("a")]
+        await until_whole(keeper, "first")
+        await keeper.stop()
+        assert ray.actors == {}
+        assert (await keeper.status())["workers"] == []
+        assert await keeper.configure("second", SETTINGS, [spec("b")]) == [spec("b")]
+        await until_whole(keeper, "second")
+        assert len(ray.actors) == 2
+        await keeper.stop()
+
+    run(test())
+
+
+def test_a_server_that_comes_while_the_workers_of_another_one_end(ray: Ray) -> None:
+    async def test() -> None:
+        keeper = Controller()
+        await keeper.configure("first", SETTINGS, [spec("a")])
+        await until_whole(keeper, "first")
+        old = {*ray.actors}
+        ray.may_stop.clear()
+        stopping = asyncio.create_task(keeper.stop())
+        await settle()
+        assert await keeper.configure("second", SETTINGS, [spec("b")]) == [spec("b")]
+        view = await until_whole(keeper, "second")
+        assert not {worker.name for worker in view.workers} & old
+        ray.may_stop.set()
+        await stopping
+        assert {*ray.actors} == {worker.name for worker in view.workers}
+        status = await keeper.status()
+        assert list(status["models"]) == ["b"]
+        assert {worker["name"] for worker in status["workers"]} == {*ray.actors}
+        await keeper.stop()
+
+    run(test())
+
+
+def test_a_controller_that_dies_while_a_worker_ends(ray: Ray) -> None:
+    """The next process of it ends the worker, which has the devices until then."""
+
+    async def test() -> None:
+        dead = Controller()
+        await dead.configure("server", SETTINGS, [])
+        view = await until_whole(dead, "server")
+        first = view.workers[0].name
+        ray.may_stop.clear()
+        ending = asyncio.create_task(dead.left(first))
+        view = await dead.watch("server", view.version)
+        assert first not in {worker.name for worker in view.workers}
+        saved = ray.saved
+        ray.may_stop.set()
+        await ending
+        await dead.stop()
+
+        ray.saved = saved  # as it was when the first process died
+        ray.actors = {first: WorkerActor()}
+        keeper = Controller()
+        await keeper.watch("server", 0)
+        await until(lambda: first not in ray.actors)
+        await keeper.stop()
+
+    run(test())
+
+
+def test_the_controller_ends_though_its_workers_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or it would be there, and stopped, when the next server comes."""
+    killed: list[object] = []
+
+    class Played:
+        """Ray, whose actors do not answer in time."""
+
+        def get(self, _: object, timeout: float) -> None:
+            raise GetTimeoutError(f"not within {timeout} s")
+
+        def kill(self, actor: object, *, no_restart: bool) -> None:
+            assert no_restart
+            killed.append(actor)
+
+    class Actor:
+        stop = Method(lambda: None)
+
+    actor = Actor()
+    monkeypatch.setattr(client, "ray", Played())
+    monkeypatch.setattr(client, "controller_actor", lambda: actor)
+    ControllerClient().end(timeout_s=0.0)
+    assert killed == [actor]
