@@ -36,6 +36,7 @@ from aquifer.errors import ConfigError
 from aquifer.serve.engines import Engines
 from aquifer.serve.link import EngineLink
 from aquifer.serve.messages import Add, Outputs, Ready, Step
+from aquifer.weights import peer_socket
 
 TOKEN = "a token of some length"
 HOST = "127.0.0.1"
@@ -238,6 +239,25 @@ def test_who_does_not_know_the_token_gets_nothing(address: tcp.Address) -> None:
         # A challenge, and what says that the answer was wrong; never a message.
         assert len(received) < 200
         assert b"Clock" not in received
+
+
+def test_an_agent_removes_what_a_cluster_that_was_killed_has_left(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sockets of its engines, and their folder; not those of a cluster that runs."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path_factory.mktemp("t")))
+    killed, running = (
+        AgentOptions(HOST, TOKEN, "cpu", cluster=name).neighbours for name in ("killed", "running")
+    )
+    left, _ = peer_socket.listen(killed)
+    left.close()
+    listener, path = peer_socket.listen(running)
+    with listener:
+        agent = Agent(AgentOptions(HOST, TOKEN, "cpu", cluster="new"), open_fake)
+        agent.start()
+        agent.close()
+        assert not killed.exists()
+        assert list(peer_socket.paths_in(running)) == [path]
 
 
 def _received(opened: socket.socket) -> bytes:

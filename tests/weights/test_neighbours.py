@@ -376,9 +376,35 @@ def test_a_process_that_was_killed_is_forgotten(make: Make, tmp_path: Path):
     assert not path.exists()
 
 
+def test_a_folder_that_goes_while_a_process_begins_to_listen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the last process that listened there ends."""
+    make_folder = Path.mkdir
+
+    def make_and_lose(self: Path, mode: int, *, exist_ok: bool) -> None:
+        make_folder(self, mode, exist_ok=exist_ok)
+        monkeypatch.undo()
+        peer_socket.forget(self, 1)
+
+    monkeypatch.setattr(Path, "mkdir", make_and_lose)
+    listener, path = peer_socket.listen(tmp_path / "s")
+    listener.close()
+    assert list(peer_socket.paths_in(tmp_path / "s")) == [path]
+
+
 @pytest.mark.parametrize(
     "body",
-    [b"{}", b"?", b'["open"]', b'["open", 1, 0, 1]', b'["borrow", [[]]]', b'["return", {}]', None],
+    [
+        b"{}",
+        b"?",
+        b'["open"]',
+        b'["open", 1, 0, 1]',
+        b'["borrow", [[]]]',
+        b'["return", {}]',
+        b"[" * 10**6,
+        None,
+    ],
 )
 def test_a_connection_that_sends_nonsense_is_ended(make: Make, body: bytes | None):
     """And others are served."""

@@ -63,7 +63,7 @@ class AgentOptions:
     def neighbours(self) -> Path:
         """Where engines of the cluster find each other on this machine."""
         name = hashlib.sha256(self.cluster.encode()).hexdigest()[:16]
-        return Path(tempfile.gettempdir()) / f"aquifer-{os.geteuid()}-{name}"
+        return _folders() / f"{_prefix()}{name}"
 
     def to_json(self) -> str:
         """In one line."""
@@ -91,6 +91,7 @@ class Agent:
         Raises:
             ConfigError: the host is no address of this machine.
         """
+        peer_socket.forget_dead(_folders().glob(f"{_prefix()}*"))  # of clusters that were killed
         self._listener = tcp.listen(self._options.host)
         port: int = self._listener.getsockname()[1]
         self._thread = threading.Thread(target=self._accept, name="aquifer-agent", daemon=True)
@@ -178,6 +179,16 @@ class Agent:
             self._process.join()
             peer_socket.forget(self._options.neighbours, self._process.pid)
             self._process = None
+
+
+def _folders() -> Path:
+    """Where the folders are in which engines find each other, one for each cluster."""
+    return Path(tempfile.gettempdir())
+
+
+def _prefix() -> str:
+    """How the names of these folders begin."""
+    return f"aquifer-{os.geteuid()}-"
 
 
 def boot_id() -> str:

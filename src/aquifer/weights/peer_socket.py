@@ -10,7 +10,7 @@ import json
 import os
 import socket
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ MOST_FILES = 64
 _HEADER_BYTES = 4  # the length of what follows
 _MOST_BYTES = 64 << 20
 _SUFFIX = ".weights"
+_ALIVE_S = 1.0
+"""How long a process may take to accept a connection."""
 
 
 def listen(folder: Path) -> tuple[socket.socket, Path]:
@@ -32,22 +34,10 @@ def listen(folder: Path) -> tuple[socket.socket, Path]:
     Raises:
         OSError: it cannot be made, or other users can open the folder.
     """
-    folder.mkdir(0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise PermissionError(f"{folder} is no folder that only this user can open")
-    path = folder / f"{os.getpid()}-{os.urandom(4).hex()}{_SUFFIX}"
-    unready = path.with_suffix(".unready")  # one that is found but does not listen counts as left
-    listener = socket.socket(socket.AF_UNIX)
-    try:
-        listener.bind(str(unready))
-        listener.listen()
-        unready.rename(path)
-    except BaseException:
-        listener.close()
-        unready.unlink(missing_ok=True)
-        raise
-    return listener, path
+    while True:
+        folder.mkdir(0o700, exist_ok=True)
+        with suppress(FileNotFoundError):  # another process has removed it while it was empty
+            return _listen_in(folder)
 
 
 def paths_in(folder: Path) -> Iterator[Path]:
@@ -61,6 +51,19 @@ def forget(folder: Path, pid: int) -> None:
         path.unlink(missing_ok=True)
     with suppress(OSError):  # it has others, or was never made
         folder.rmdir()
+
+
+def forget_dead(folders: Iterable[Path]) -> None:
+    """Remove what is left in folders where all processes were killed, and these folders."""
+    for folder in folders:
+        for path in folder.glob("*-*"):
+            with suppress(OSError):  # one that listens does not answer, or another user's
+                try:
+                    connect(path, _ALIVE_S).close()
+                except ConnectionRefusedError:
+                    path.unlink(missing_ok=True)
+        with suppress(OSError):  # it has others
+            folder.rmdir()
 
 
 def connect(path: Path, timeout_s: float) -> socket.socket:
@@ -109,6 +112,9 @@ def receive(connection: socket.socket) -> tuple[list[Any], list[int]]:
         message = json.loads(_exactly(connection, num_bytes))
         if not isinstance(message, list):
             raise ValueError("a message that is no list")
+    except RecursionError as error:
+        close_files(files)
+        raise ValueError("a message that is nested too deep") from error
     except BaseException:
         close_files(files)
         raise
@@ -119,6 +125,25 @@ def close_files(files: Sequence[int]) -> None:
     """Close descriptors."""
     for file in files:
         os.close(file)
+
+
+def _listen_in(folder: Path) -> tuple[socket.socket, Path]:
+    """Listen in a folder that there is; see `listen`."""
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise PermissionError(f"{folder} is no folder that only this user can open")
+    path = folder / f"{os.getpid()}-{os.urandom(4).hex()}{_SUFFIX}"
+    unready = path.with_suffix(".unready")  # one that is found but does not listen counts as left
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(str(unready))
+        listener.listen()
+        unready.rename(path)
+    except BaseException:
+        listener.close()
+        unready.unlink(missing_ok=True)
+        raise
+    return listener, path
 
 
 def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
