@@ -94,7 +94,20 @@ def test_misuse_is_told():
         _open(kv_layout="NHD")
     with pytest.raises(ConfigError, match=r"prompt_page_size is 6.00 KiB; it must be a multiple"):
         _open(prompt_page_size="6KiB")
+    for name in ("page_size", "memory", "prompt_page_size"):
+        with pytest.raises(ConfigError, match=f"{name} is -4096; it must be at least 1"):
+            _open(**{name: -4096})
+    with pytest.raises(ConfigError, match=r"memory is 4.00 KiB; it must be at least a page, 8.00"):
+        _open(memory=PAGE, page_size=2 * PAGE)
+    with pytest.raises(ConfigError, match="prompt_page_size is for token-major"):
+        _open(prompt_page_size=4 * PAGE, kv_layout="layer-major")
+    with pytest.raises(ConfigError, match="eager_pages is -1; it must be at least 0"):
+        _open(eager_pages=-1)
+    with pytest.raises(ConfigError, match=r"reclaim_below is 10; it must be from 0 to 1"):
+        _open(reclaim_below=10)
     with _open() as kv:
+        with pytest.raises(ConfigError, match="prompt_length is 65; it must be from 0 to 64"):
+            kv.alloc_reqid(65)
         ids = [kv.alloc_reqid() for _ in range(3)]
         assert sorted(ids) == [0, 1, 2]
         with pytest.raises(CapacityError, match="3 requests run already"):
@@ -108,6 +121,19 @@ def test_misuse_is_told():
             kv.step([65, 0, 0])
         with pytest.raises(ConfigError, match=r"lengths has shape \(2,\)"):
             kv.step([1, 1])
+        for lengths in ([1.5, 0, 0], [float("nan"), 0, 0], [10**30, 0, 0]):
+            with pytest.raises(ConfigError, match="it must hold whole numbers"):
+                kv.step(lengths)
+
+
+def test_calls_after_close_are_told():
+    """Whose addresses may be others' by then."""
+    with _open() as kv:
+        reqid = kv.alloc_reqid()
+    kv.close()
+    for call in (kv.alloc_reqid, lambda: kv.free_reqid(reqid), lambda: kv.step([1, 0, 0])):
+        with pytest.raises(ConfigError, match="the tensors are closed; call init for others"):
+            call()
 
 
 def test_pages_for_the_next_step_are_mapped_in_the_background():

@@ -97,6 +97,16 @@ def init(
             raise ConfigError(f"{name} is {value}; it must be at least 1")
     if kv_layout not in ("token-major", "layer-major"):
         raise ConfigError(f"kv_layout is {kv_layout!r}; choose token-major or layer-major")
+    if kv_layout == "layer-major" and prompt_page_size is not None:
+        raise ConfigError("prompt_page_size is for token-major; leave it out with layer-major")
+    if eager_pages < 0:
+        raise ConfigError(f"eager_pages is {eager_pages}; it must be at least 0")
+    if not 0 <= reclaim_below <= 1:
+        raise ConfigError(f"reclaim_below is {reclaim_below}; it must be from 0 to 1")
+    sizes = {"page_size": page_size, "memory": memory, "prompt_page_size": prompt_page_size}
+    for name, size in sizes.items():
+        if size is not None and parse_size(size) < 1:
+            raise ConfigError(f"{name} is {size}; it must be at least 1")
     with ExitStack() as resources:
         driver = open_driver(device)
         resources.callback(driver.close)
@@ -113,6 +123,11 @@ def init(
                 f"page_size, {format_size(page_bytes)}"
             )
         budget_bytes = parse_size(memory or 0) or int(driver.available_bytes() * _SHARE_OF_FREE)
+        if budget_bytes < page_bytes:
+            raise ConfigError(
+                f"memory is {format_size(budget_bytes)}; it must be at least a page, "
+                f"{format_size(page_bytes)}"
+            )
         pool = PagePool(driver, budget_bytes, page_bytes)
         resources.callback(pool.close)
         pool.retired.defers = deferred
@@ -166,6 +181,7 @@ class VAttention(Sequence[tuple[torch.Tensor, torch.Tensor]]):
         # The first row is the anchor's: see `KVShape`.
         self._layers = [(keys[1:], values[1:]) for keys, values in cache.tensors.layers]
         self._free = list(range(max_batch))
+        self._is_closed = False
 
     def __len__(self) -> int:
         """Number of layers."""
@@ -183,7 +199,14 @@ class VAttention(Sequence[tuple[torch.Tensor, torch.Tensor]]):
 
         Raises:
             CapacityError: `max_batch` requests run already.
+            ConfigError: the prompt is too long, or the tensors are closed.
         """
+        self._check_open()
+        if not 0 <= prompt_length <= self.max_length:
+            raise ConfigError(
+                f"prompt_length is {prompt_length}; it must be from 0 to {self.max_length}, the "
+                "length of init"
+            )
         if not self._free:
             raise CapacityError(
                 f"{self.max_batch} requests run already; free one, or init for more"
@@ -198,7 +221,7 @@ class VAttention(Sequence[tuple[torch.Tensor, torch.Tensor]]):
         """End a request. Kernels that were launched already may still read its KV.
 
         Raises:
-            ConfigError: there is no such request.
+            ConfigError: there is no such request, or the tensors are closed.
         """
         self._check(reqid)
         self._cache.release(reqid + 1)
@@ -217,10 +240,15 @@ class VAttention(Sequence[tuple[torch.Tensor, torch.Tensor]]):
             returns -1: then none has got any, and a request has to end or wait.
 
         Raises:
-            ConfigError: a length is too long, or of a request that does not run.
+            ConfigError: a length is no whole number, too long, or of a request that does not run;
+                or the tensors are closed.
             DriverError: the device refused.
         """
-        wanted = np.asarray(lengths, np.int64)
+        self._check_open()
+        given = np.asarray(lengths)
+        if given.dtype.kind not in "iu":
+            raise ConfigError(f"lengths holds {given.dtype} elements; it must hold whole numbers")
+        wanted = given.astype(np.int64)
         if wanted.shape != (self.max_batch,):
             raise ConfigError(f"lengths has shape {wanted.shape}; it must be ({self.max_batch},)")
         if len(wanted) and (wanted.min() < 0 or wanted.max() > self.max_length):
@@ -247,6 +275,7 @@ class VAttention(Sequence[tuple[torch.Tensor, torch.Tensor]]):
 
     def close(self) -> None:
         """Give all memory and addresses back; the tensors must not be used any more."""
+        self._is_closed = True
         self._resources.close()
 
     def __enter__(self) -> VAttention:
@@ -260,6 +289,11 @@ class VAttention(Sequence[tuple[torch.Tensor, torch.Tensor]]):
     ) -> None:
         self.close()
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ConfigError("the tensors are closed; call init for others")
+
     def _check(self, reqid: int) -> None:
+        self._check_open()
         if not 0 <= reqid < self.max_batch or reqid in self._free:
             raise ConfigError(f"request {reqid} does not run")
