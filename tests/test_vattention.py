@@ -121,7 +121,8 @@ def test_misuse_is_told():
             kv.step([65, 0, 0])
         with pytest.raises(ConfigError, match=r"lengths has shape \(2,\)"):
             kv.step([1, 1])
-        for lengths in ([1.5, 0, 0], [float("nan"), 0, 0], [10**30, 0, 0]):
+        no_lengths: list[Any] = [[1.5, 0, 0], [float("nan"), 0, 0], [10**30, 0, 0]]
+        for lengths in no_lengths:
             with pytest.raises(ConfigError, match="it must hold whole numbers"):
                 kv.step(lengths)
 
