@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ NODE = {
 }
 SETTINGS = Settings(num_wanted=2)
 WAIT_S = 30.0
+LONG_S = 1000.0  # a server that has not asked for it is gone
 
 
 class Method:
@@ -110,6 +112,15 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
     return played
 
 
+class Clock:
+    """A clock that is ahead."""
+
+    ahead_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
 async def until_whole(keeper: Controller, front: str) -> View:
     """Wait until a server sees all workers that it wants."""
     view = View(0, ())
@@ -131,13 +142,13 @@ def test_a_controller_that_was_stopped_makes_workers_for_the_next_server(ray: Ra
         keeper = Controller()
         assert await keeper.configure("first", SETTINGS, [spec("a")]) == [spec("a")]
         await until_whole(keeper, "first")
-        await keeper.stop()
+        assert await keeper.stop("first")
         assert ray.actors == {}
         assert (await keeper.status())["workers"] == []
         assert await keeper.configure("second", SETTINGS, [spec("b")]) == [spec("b")]
         await until_whole(keeper, "second")
         assert len(ray.actors) == 2
-        await keeper.stop()
+        await keeper.stop("second")
 
     run(test())
 
@@ -149,7 +160,7 @@ def test_a_server_that_comes_while_the_workers_of_another_one_end(ray: Ray) -> N
         await until_whole(keeper, "first")
         old = {*ray.actors}
         ray.may_stop.clear()
-        stopping = asyncio.create_task(keeper.stop())
+        stopping = asyncio.create_task(keeper.stop("first"))
         await settle()
         assert await keeper.configure("second", SETTINGS, [spec("b")]) == [spec("b")]
         view = await until_whole(keeper, "second")
@@ -160,7 +171,7 @@ def test_a_server_that_comes_while_the_workers_of_another_one_end(ray: Ray) -> N
         status = await keeper.status()
         assert list(status["models"]) == ["b"]
         assert {worker["name"] for worker in status["workers"]} == {*ray.actors}
-        await keeper.stop()
+        await keeper.stop("second")
 
     run(test())
 
@@ -180,14 +191,37 @@ def test_a_controller_that_dies_while_a_worker_ends(ray: Ray) -> None:
         saved = ray.saved
         ray.may_stop.set()
         await ending
-        await dead.stop()
+        await dead.stop("server")
 
         ray.saved = saved  # as it was when the first process died
         ray.actors = {first: WorkerActor()}
         keeper = Controller()
         await keeper.watch("server", 0)
         await until(lambda: first not in ray.actors)
-        await keeper.stop()
+        await keeper.stop("server")
+
+    run(test())
+
+
+def test_a_server_that_comes_back_when_another_one_has_taken_its_place(
+    ray: Ray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no workers and ends none: an agent would start engines for both in turns."""
+
+    async def test() -> None:
+        keeper = Controller()
+        await keeper.configure("old", SETTINGS, [])
+        await until_whole(keeper, "old")
+        clock = Clock()
+        monkeypatch.setattr(controller, "time", clock)
+        clock.ahead_s += LONG_S
+        await keeper.configure("new", SETTINGS, [])
+        assert (await keeper.watch("old", 0)).workers == ()
+        assert not await keeper.stop("old")
+        assert len((await until_whole(keeper, "new")).workers) == len(ray.actors) == 2
+        clock.ahead_s += LONG_S
+        assert len((await keeper.watch("old", 0)).workers) == 2  # the new one is gone
+        await keeper.stop("old")
 
     run(test())
 
@@ -207,10 +241,10 @@ def test_the_controller_ends_though_its_workers_take_long(monkeypatch: pytest.Mo
             killed.append(actor)
 
     class Actor:
-        stop = Method(lambda: None)
+        stop = Method(lambda _: None)
 
     actor = Actor()
     monkeypatch.setattr(client, "ray", Played())
     monkeypatch.setattr(client, "controller_actor", lambda: actor)
-    ControllerClient().end(timeout_s=0.0)
+    ControllerClient().end("server", timeout_s=0.0)
     assert killed == [actor]

@@ -77,6 +77,8 @@ def test_workers_come_leave_and_are_lost(tmp_path: Path) -> None:
         assert server.ended == [1]  # it was waited for
         assert server.engines.names == ["w2"]
         controller.show(_worker("w2", second))
+        while server.engines.availability.reason is not None:  # it starts
+            await asyncio.sleep(0.01)
         server.send("r2", 2, [5, 6], 3)
         await server.until(2)
         assert server.ended == [1, 2]

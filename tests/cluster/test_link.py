@@ -241,6 +241,29 @@ def test_who_does_not_know_the_token_gets_nothing(address: tcp.Address) -> None:
         assert b"Clock" not in received
 
 
+def test_a_server_that_ends_leaves_the_engine_of_another_one_alone(
+    config: EngineConfig, address: tcp.Address
+) -> None:
+    """One that has taken its place, as it could not be reached for a while."""
+
+    async def test() -> None:
+        old, new = Server(), Server()
+        old.open("w1", config, address)
+        await old.engines.ready(lambda _: None)
+        old.engines.refuse()  # it starts no other one
+        new.open("w1", config, address)
+        await new.engines.ready(lambda _: None)
+        process = _engine_process()
+        await old.engines.stop()
+        assert _engine_process() == process
+        new.send("r0", 0, [5, 6], 3)
+        await new.until(0)
+        assert (new.ended, new.refused) == ([0], {})
+        await new.close()
+
+    asyncio.run(test())
+
+
 def test_an_agent_removes_what_a_cluster_that_was_killed_has_left(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

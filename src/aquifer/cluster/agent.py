@@ -82,6 +82,7 @@ class Agent:
         self._options = options
         self._open_it = open_it
         self._process: EngineProcess | None = None
+        self._link = ""  # that has asked for it
         self._changing = threading.Lock()
         self._opening = threading.BoundedSemaphore(_MOST_OPENING)
 
@@ -141,9 +142,10 @@ class Agent:
             case GetClock():
                 connection.send(Clock(time.monotonic(), boot_id()))
                 return True
-            case StartEngine(config, log_level):
+            case StartEngine(link, config, log_level):
                 with self._changing:
                     self._end_process()
+                    self._link = link
                     self._process = EngineProcess(
                         connection,
                         self._own(config),
@@ -152,9 +154,9 @@ class Agent:
                         reports=True,
                     )
                     self._process.start()
-            case HowEnded():
+            case HowEnded(link):
                 with self._changing:
-                    connection.send(self._how_ended())
+                    connection.send(self._how_ended(link))
         return False
 
     def _own(self, config: EngineConfig) -> EngineConfig:
@@ -167,8 +169,8 @@ class Agent:
         folder = self._options.neighbours if has_others else None
         return replace(config, device=device, host_cache_bytes=share, neighbours=folder)
 
-    def _how_ended(self) -> Ended:
-        if self._process is None:
+    def _how_ended(self, link: str) -> Ended:
+        if self._process is None or self._link != link:  # another server may use the one there is
             return Ended(None, None)
         self._process.join()
         return Ended(self._process.exit_code, self._process.current_model)

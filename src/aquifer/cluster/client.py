@@ -68,14 +68,16 @@ class ControllerClient:
                     ) from error
                 time.sleep(_PAUSE_S)
 
-    def end(self, timeout_s: float = 10.0) -> None:
-        """End the workers and the controller.
+    def end(self, front: str, timeout_s: float = 10.0) -> None:
+        """End the workers and the controller, unless another server uses them.
 
         Args:
+            front: id of the server that stops.
             timeout_s: how long to wait until the workers have ended. The controller ends in any
                 case; workers that are left then are ended by the controller of the next server.
         """
         with suppress(UnavailableError):
-            self.call_now("stop", timeout_s=timeout_s)
+            if not self.call_now("stop", front, timeout_s=timeout_s):
+                return
         with suppress(RayError):  # it is gone, and so is the cluster
             ray.kill(controller_actor(), no_restart=True)

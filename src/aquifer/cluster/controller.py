@@ -90,7 +90,7 @@ class Controller:
         Returns: None if another server uses the workers.
         """
         until_s = time.monotonic() + _FRONT_S
-        while front != self._front and time.monotonic() < self._front_seen_s + _FRONT_S:
+        while self._is_replaced(front):
             if time.monotonic() > until_s:
                 return None
             await asyncio.sleep(_LOOK_S)
@@ -126,10 +126,15 @@ class Controller:
     async def watch(self, front: str, version: int) -> View:
         """Return the workers once they are not those of a version, or after some time.
 
+        A server that has not asked for long, so that another one uses the workers, gets none.
+
         Args:
             front: id of the server that asks.
             version: of what it has.
         """
+        if self._is_replaced(front):
+            await asyncio.sleep(_WATCH_S)
+            return View(0, ())
         self._saw(front)
         self._start()
         if version == self._version:
@@ -142,8 +147,16 @@ class Controller:
         """End a worker that was leaving, and that no request needs any more."""
         await self._end(name)
 
-    async def stop(self) -> None:
-        """End all workers, and keep none until another server comes."""
+    async def stop(self, front: str) -> bool:
+        """End all workers, and keep none until another server comes.
+
+        Args:
+            front: id of the server that stops.
+
+        Returns: False if another server uses the workers; then nothing is done.
+        """
+        if self._is_replaced(front):
+            return False
         self._is_stopping = True
         self._front_seen_s = -_FRONT_S
         if self._keeping is not None:
@@ -154,6 +167,7 @@ class Controller:
         if self._is_stopping:  # or a server has come meanwhile
             self._state = ClusterState(num_made=self._state.num_made)
         self._save()
+        return True
 
     # ---- what an operator asks
 
@@ -208,6 +222,10 @@ class Controller:
         return os.getpid()
 
     # ---- keeping workers
+
+    def _is_replaced(self, front: str) -> bool:
+        """Whether another server uses the workers."""
+        return front != self._front and time.monotonic() < self._front_seen_s + _FRONT_S
 
     def _saw(self, front: str) -> None:
         """A server asks, and will use the workers."""

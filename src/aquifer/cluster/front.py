@@ -151,7 +151,7 @@ def _serve(
             on_listening=on_listening,
         )
     finally:
-        controller.end()
+        controller.end(front)
 
 
 def _exit(number: int, _: object) -> NoReturn:

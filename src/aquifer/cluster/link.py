@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -35,7 +36,8 @@ class RemoteLink:
     def __init__(
         self, config: EngineConfig, address: tcp.Address, token: str, log_level: str
     ) -> None:
-        self._start_engine = StartEngine(config, log_level)
+        self._id = uuid.uuid4().hex
+        self._start_engine = StartEngine(self._id, config, log_level)
         self._address = address
         self._token = token
         self._connection: Connection | None = None
@@ -99,7 +101,7 @@ class RemoteLink:
         with suppress(OSError, EOFError):
             connection, _ = self._connect()
             with connection:
-                connection.send(HowEnded())
+                connection.send(HowEnded(self._id))
                 if connection.poll(EXIT_S + 1.0):
                     self._ended = connection.recv()
 

@@ -32,17 +32,25 @@ class StartEngine:
     It takes the connection over, which then carries what goes to an engine process and comes back.
 
     Args:
+        link: id of the link that asks for it.
         config: its options; the agent knows the device.
         log_level: least level of messages that it logs.
     """
 
+    link: str
     config: EngineConfig
     log_level: str
 
 
 @dataclass(frozen=True, slots=True)
 class HowEnded:
-    """Ask how the last engine process has ended; answered by an `Ended`, once it has."""
+    """Ask how an engine process has ended; answered by an `Ended`, once it has.
+
+    Args:
+        link: id of the link that has asked for it.
+    """
+
+    link: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +58,8 @@ class Ended:
     """How an engine process has ended.
 
     Args:
-        exit_code: negative for a signal; None if there was no process.
+        exit_code: negative for a signal; None if there was no process, or another one took its
+            place.
         current_model: the model that it computed.
     """
 
