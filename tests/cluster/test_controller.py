@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, RayTaskError
 from tests.serve.test_engines import settle, until
 
 from aquifer.cluster import client, controller
@@ -19,6 +19,7 @@ from aquifer.cluster.controller import Controller
 from aquifer.cluster.state import Settings, View
 from aquifer.cluster.tcp import Address
 from aquifer.config import ModelSpec
+from aquifer.errors import ConfigError
 
 NODE = {
     "NodeID": "node",
@@ -38,11 +39,15 @@ class Method:
         self.remote = call
 
 
+async def started() -> Address:
+    return Address("127.0.0.1", 1)
+
+
 class WorkerActor:
     """The actor of a worker, which runs until it is killed."""
 
-    def __init__(self) -> None:
-        self.start = Method(lambda: asyncio.sleep(0, Address("127.0.0.1", 1)))
+    def __init__(self, start: Callable[[], Awaitable[Address]]) -> None:
+        self.start = Method(start)
         self.wait = Method(lambda: asyncio.Event().wait())
         self.stop = Method(lambda: None)
 
@@ -60,12 +65,14 @@ class Ray:
     Attributes:
         saved: what is in Ray's own store.
         actors: of the workers, by name.
+        start: starts a worker.
         may_stop: whether workers that are asked to stop do so; until then they are waited for.
     """
 
     def __init__(self) -> None:
         self.saved: bytes | None = None
         self.actors: dict[str, WorkerActor] = {}
+        self.start: Callable[[], Awaitable[Address]] = started
         self.may_stop = threading.Event()
         self.may_stop.set()
         self._name = ""
@@ -90,7 +97,7 @@ class Ray:
     def options(self, *, name: str, **_: object) -> Method:
         def make(*_: object) -> WorkerActor:
             assert name not in self.actors
-            self.actors[name] = WorkerActor()
+            self.actors[name] = WorkerActor(self.start)
             return self.actors[name]
 
         return Method(make)
@@ -194,7 +201,7 @@ def test_a_controller_that_dies_while_a_worker_ends(ray: Ray) -> None:
         await dead.stop("server")
 
         ray.saved = saved  # as it was when the first process died
-        ray.actors = {first: WorkerActor()}
+        ray.actors = {first: WorkerActor(started)}
         keeper = Controller()
         await keeper.watch("server", 0)
         await until(lambda: first not in ray.actors)
@@ -222,6 +229,26 @@ def test_a_server_that_comes_back_when_another_one_has_taken_its_place(
         clock.ahead_s += LONG_S
         assert len((await keeper.watch("old", 0)).workers) == 2  # the new one is gone
         await keeper.stop("old")
+
+    run(test())
+
+
+def test_why_a_worker_cannot_start_is_logged(ray: Ray, caplog: pytest.LogCaptureFixture) -> None:
+    """Of an error in its process, Ray's text begins with where it ran."""
+    error = ConfigError("Ray was started without a token")
+
+    async def start() -> Address:
+        where = "ray::Worker.start() (pid=1)"
+        raise RayTaskError("start", f"{where}\n{error}", error).as_instanceof_cause()
+
+    async def test() -> None:
+        ray.start = start
+        keeper = Controller()
+        await keeper.configure("server", SETTINGS, [])
+        await until(
+            lambda: "has ended: ConfigError: Ray was started without a token" in caplog.text
+        )
+        await keeper.stop("server")
 
     run(test())
 

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from aquifer.cluster.controller import controller_actor
+from aquifer.cluster.controller import controller_actor, reason_of
 from aquifer.errors import UnavailableError
 
 _PAUSE_S = 0.2
@@ -43,9 +43,8 @@ class ControllerClient:
                     return await getattr(actor, method).remote(*args)
             except (RayError, TimeoutError) as error:
                 if time.monotonic() >= until_s:
-                    reason = str(error).partition("\n")[0]
                     raise UnavailableError(
-                        f"the cluster's controller does not answer: {reason}", _RETRY_S
+                        f"the cluster's controller does not answer: {reason_of(error)}", _RETRY_S
                     ) from error
                 await asyncio.sleep(_PAUSE_S)
 
@@ -62,9 +61,8 @@ class ControllerClient:
                 return ray.get(answer, timeout=max(until_s - time.monotonic(), 0.1))
             except RayError as error:
                 if time.monotonic() >= until_s:
-                    reason = str(error).partition("\n")[0]
                     raise UnavailableError(
-                        f"the cluster's controller does not answer: {reason}", _RETRY_S
+                        f"the cluster's controller does not answer: {reason_of(error)}", _RETRY_S
                     ) from error
                 time.sleep(_PAUSE_S)
 

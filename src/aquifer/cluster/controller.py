@@ -17,7 +17,7 @@ from dataclasses import asdict
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 from ray.util.placement_group import (
     get_placement_group,
@@ -30,6 +30,7 @@ from aquifer.cluster.policy import Node, Placement, bundle, capacity, decide
 from aquifer.cluster.state import ClusterState, Settings, View, WorkerRecord, view_of
 from aquifer.cluster.worker import Worker
 from aquifer.config import ModelSpec
+from aquifer.errors import one_line
 from aquifer.serve.supervisor import pause_s
 
 CONTROLLER = "aquifer-controller"
@@ -319,7 +320,7 @@ class Controller:
             exit_code = await actor.wait.remote()
             _logger.error("the agent of %s has ended (exit code %s)", worker.name, exit_code)
         except (RayError, TimeoutError, ValueError) as error:
-            _logger.error("%s has ended: %s", worker.name, str(error).partition("\n")[0])
+            _logger.error("%s has ended: %s", worker.name, reason_of(error))
             if worker.address is None:
                 self._failures[worker.node_id] = self._failures.get(worker.node_id, 0) + 1
                 wait_s = pause_s(self._failures[worker.node_id])
@@ -409,6 +410,13 @@ class Controller:
 def _kind(settings: Settings) -> tuple[Any, ...]:
     """What workers with other values cannot be used for."""
     return settings.on_gpu, settings.num_devices
+
+
+def reason_of(error: Exception) -> str:
+    """Why a call of an actor has failed, in one line."""
+    if isinstance(error, RayTaskError):  # its own text begins with where the call ran
+        error = error.cause
+    return one_line(error)
 
 
 def controller_actor() -> Any:

@@ -10,6 +10,7 @@ from pathlib import Path
 from aquifer.cluster.agent import AgentOptions
 from aquifer.cluster.ray_token import token_of_node
 from aquifer.cluster.tcp import Address
+from aquifer.errors import EngineError
 
 _EXIT_S = 5.0
 
@@ -32,7 +33,12 @@ class Worker:
         self._agent: subprocess.Popen[str] | None = None
 
     def start(self) -> Address:
-        """Start the agent; returns where it listens."""
+        """Start the agent; returns where it listens.
+
+        Raises:
+            ConfigError: Ray was started without a token.
+            EngineError: the agent cannot start.
+        """
         import ray
 
         host = str(ray.util.get_node_ip_address())
@@ -54,7 +60,13 @@ class Worker:
         assert self._agent.stdin is not None
         assert self._agent.stdout is not None
         print(options.to_json(), file=self._agent.stdin, flush=True)
-        return Address(host, int(self._agent.stdout.readline()))
+        port = self._agent.stdout.readline()
+        if not port:
+            raise EngineError(
+                f"the agent of a worker at {host} cannot start (exit code {self._agent.wait()}); "
+                "Ray's log of the worker on that node says why"
+            )
+        return Address(host, int(port))
 
     def wait(self) -> int:
         """Wait until the agent has ended; returns its exit code."""
