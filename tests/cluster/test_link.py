@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -10,10 +11,11 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.checkpoints import tiny_llama
@@ -34,7 +36,7 @@ from aquifer.engine.policies.placement import DeviceReport, ModelReport
 from aquifer.engine.reports import EngineStats, MemoryReport
 from aquifer.errors import ConfigError
 from aquifer.serve.engines import Engines
-from aquifer.serve.link import EngineLink
+from aquifer.serve.link import EngineLink, EngineProcess
 from aquifer.serve.messages import Add, Outputs, Ready, Step
 from aquifer.weights import peer_socket
 
@@ -262,6 +264,65 @@ def test_a_server_that_ends_leaves_the_engine_of_another_one_alone(
         await new.close()
 
     asyncio.run(test())
+
+
+class Failing:
+    """A method that fails the first time as it does where the system is short of resources."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+        self.has_failed = False
+
+    def __call__(self, *arguments: Any) -> Any:
+        if not self.has_failed:
+            self.has_failed = True
+            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+        return self._method(*arguments)
+
+
+def test_an_agent_that_cannot_start_a_process_can_do_so_later(
+    config: EngineConfig, address: tcp.Address, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = Failing(EngineProcess.start)
+    monkeypatch.setattr(EngineProcess, "start", lambda self: failing(self))
+
+    async def test() -> None:
+        server = Server()
+        server.open("w1", config, address)
+        await server.engines.ready(lambda _: None)
+        assert failing.has_failed
+        server.send("r0", 0, [5, 6], 3)
+        await server.until(0)
+        assert server.ended == [0]
+        await server.close()
+
+    asyncio.run(asyncio.wait_for(test(), 30.0))
+
+
+def test_an_agent_that_cannot_accept_a_connection_accepts_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    listen = tcp.listen
+
+    class Listener:
+        """A socket that cannot accept the first connection."""
+
+        def __init__(self, host: str) -> None:
+            self._socket = listen(host)
+            self.accept = Failing(self._socket.accept)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._socket, name)
+
+    monkeypatch.setattr(tcp, "listen", Listener)
+    agent = Agent(AgentOptions(HOST, TOKEN, "cpu"), open_fake)
+    address = tcp.Address(HOST, agent.start())
+    try:
+        with tcp.connect(address, TOKEN) as connection:
+            connection.send(GetClock())
+            assert connection.poll(30)
+    finally:
+        agent.close()
 
 
 def test_an_agent_removes_what_a_cluster_that_was_killed_has_left(

@@ -36,6 +36,9 @@ from aquifer.weights import peer_socket
 _MOST_OPENING = 16
 """Connections that have not shown the token yet."""
 
+_PAUSE_S = 0.1
+"""Until the next connection is accepted, where the system has no resources for one."""
+
 _logger = logging.getLogger(__name__)
 
 
@@ -84,6 +87,7 @@ class Agent:
         self._process: EngineProcess | None = None
         self._link = ""  # that has asked for it
         self._changing = threading.Lock()
+        self._is_closing = threading.Event()
         self._opening = threading.BoundedSemaphore(_MOST_OPENING)
 
     def start(self) -> int:
@@ -101,6 +105,7 @@ class Agent:
 
     def close(self) -> None:
         """Listen no more, and kill the engine process."""
+        self._is_closing.set()
         with suppress(OSError):  # wakes the thread
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -112,8 +117,11 @@ class Agent:
         while True:
             try:
                 accepted, _ = self._listener.accept()
-            except OSError:
-                return  # closed
+            except OSError as error:
+                if self._is_closing.wait(_PAUSE_S):
+                    return
+                _logger.error("a connection cannot be accepted now: %s", error)
+                continue
             if not self._opening.acquire(blocking=False):
                 accepted.close()
                 continue
@@ -145,15 +153,15 @@ class Agent:
             case StartEngine(link, config, log_level):
                 with self._changing:
                     self._end_process()
-                    self._link = link
-                    self._process = EngineProcess(
+                    process = EngineProcess(
                         connection,
                         self._own(config),
                         self._open_it,
                         log_level,
                         reports=True,
                     )
-                    self._process.start()
+                    process.start()  # or there is none, if the system refuses one now
+                    self._link, self._process = link, process
             case HowEnded(link):
                 with self._changing:
                     connection.send(self._how_ended(link))
