@@ -10,6 +10,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -370,6 +371,16 @@ def test_an_impostor_gets_no_messages() -> None:
         with pytest.raises(tcp.RefusedError, match="token"):
             tcp.accept(listener.accept()[0], TOKEN)
         process.communicate()
+
+
+def test_an_agent_that_does_not_answer_is_not_said_to_have_another_token() -> None:
+    """One that is too busy, or has too many connections."""
+    with tcp.listen(HOST) as listener:
+        closing = threading.Thread(target=lambda: listener.accept()[0].close())
+        closing.start()
+        with pytest.raises(tcp.RefusedError, match="does not answer"):
+            tcp.connect(tcp.Address(HOST, listener.getsockname()[1]), TOKEN)
+        closing.join()
 
 
 def test_it_listens_on_the_given_address_only(address: tcp.Address) -> None:

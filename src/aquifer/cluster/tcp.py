@@ -61,7 +61,7 @@ def accept(accepted: socket.socket, token: str) -> Connection:
         RefusedError: it does not, or is too slow.
     """
     steps = deliver_challenge, answer_challenge
-    return _opened(accepted, token, steps, "the token is not that of this cluster")
+    return _opened(accepted, token, steps, "the other side")
 
 
 def connect(address: Address, token: str) -> Connection:
@@ -76,7 +76,7 @@ def connect(address: Address, token: str) -> Connection:
     except OSError as error:
         raise RefusedError(f"{address} does not answer: {error}") from error
     steps = answer_challenge, deliver_challenge
-    return _opened(opened, token, steps, f"{address} has another token")
+    return _opened(opened, token, steps, str(address))
 
 
 def shut(connection: Connection) -> None:
@@ -92,7 +92,7 @@ def _opened(
     opened: socket.socket,
     token: str,
     steps: Sequence[Callable[[Connection, bytes], None]],
-    refusal: str,
+    peer: str,
 ) -> Connection:
     """The connection of a socket, once both sides have shown that they know the token.
 
@@ -100,7 +100,7 @@ def _opened(
         opened: the socket.
         token: of the cluster.
         steps: the challenges of both sides, in the order of this side.
-        refusal: what the error says if one fails.
+        peer: the other side, for the error.
 
     Raises:
         RefusedError: one fails.
@@ -111,7 +111,9 @@ def _opened(
             step(connection, token.encode())
     except (OSError, EOFError, AuthenticationError, ValueError, AssertionError) as error:
         connection.close()
-        raise RefusedError(f"{refusal} ({error!r})") from error
+        is_wrong = isinstance(error, AuthenticationError)
+        refusal = "has another token" if is_wrong else "does not answer"
+        raise RefusedError(f"{peer} {refusal} ({error!r})") from error
     _wait_for_ever(connection)
     return connection
 
