@@ -625,6 +625,30 @@ def test_a_pin_for_which_the_caller_is_cancelled_is_undone(*, is_answered: bool)
     run(test())
 
 
+def test_a_prefix_of_a_model_that_is_removed_while_it_is_pinned_is_forgotten() -> None:
+    """A process that is started later is not told to pin it for another model of that name."""
+
+    async def test() -> None:
+        server = Server("m", "n")
+        link = await server.add("a")
+        link.answers_pins = False
+        pinning = asyncio.create_task(server.engines.pin("n", [1, 2], None, "client"))
+        await settle()
+        removing = asyncio.create_task(server.engines.remove_model("n"))
+        link.say(Pinned(2))  # when it has begun to remove it
+        await pinning
+        await removing
+        await server.engines.register(spec("n"))
+        link.kill()
+        again = await server.again("a")
+        again.ready()
+        await settle()
+        assert server.engines.availability.reason is None
+        assert again.of(Pin) == []
+
+    run(test())
+
+
 def test_an_engine_that_insists_starts_without_what_it_cannot_load() -> None:
     async def test() -> None:
         server = Server("bad", "m")

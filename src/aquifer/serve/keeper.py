@@ -208,7 +208,8 @@ class EngineKeeper:
         pin = Pin(model, token_ids, salt, client)
         unpin = Unpin(model, token_ids, salt)
         num_tokens = await self._questions.ask(self._link, pin, undo=unpin)
-        self.held.pins.append(pin)
+        if any(spec.name == model for spec in self._config.models):  # or it was removed meanwhile
+            self.held.pins.append(pin)
         assert isinstance(num_tokens, int)
         return num_tokens
 
