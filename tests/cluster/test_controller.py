@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ NODE = {
     "NodeID": "node",
     "NodeManagerAddress": "127.0.0.1",
     "Alive": True,
-    "Resources": {"CPU": 4.0},
+    "Resources": {"CPU": 4.0, "GPU": 4.0},
 }
 SETTINGS = Settings(num_wanted=2)
 WAIT_S = 30.0
@@ -65,6 +66,7 @@ class Ray:
     Attributes:
         saved: what is in Ray's own store.
         actors: of the workers, by name.
+        num_gpus: of each worker that was ever made, by name.
         start: starts a worker.
         may_stop: whether workers that are asked to stop do so; until then they are waited for.
     """
@@ -72,6 +74,7 @@ class Ray:
     def __init__(self) -> None:
         self.saved: bytes | None = None
         self.actors: dict[str, WorkerActor] = {}
+        self.num_gpus: dict[str, int] = {}
         self.start: Callable[[], Awaitable[Address]] = started
         self.may_stop = threading.Event()
         self.may_stop.set()
@@ -94,9 +97,10 @@ class Ray:
     def remote(self, _: type) -> Ray:
         return self
 
-    def options(self, *, name: str, **_: object) -> Method:
+    def options(self, *, name: str, num_gpus: int, **_: object) -> Method:
         def make(*_: object) -> WorkerActor:
             assert name not in self.actors
+            self.num_gpus[name] = num_gpus
             self.actors[name] = WorkerActor(self.start)
             return self.actors[name]
 
@@ -179,6 +183,28 @@ def test_a_server_that_comes_while_the_workers_of_another_one_end(ray: Ray) -> N
         assert list(status["models"]) == ["b"]
         assert {worker["name"] for worker in status["workers"]} == {*ray.actors}
         await keeper.stop("second")
+
+    run(test())
+
+
+def test_workers_of_another_kind_are_replaced(ray: Ray) -> None:
+    """While they end, none of that kind is made in place of them."""
+
+    async def test() -> None:
+        keeper = Controller()
+        await keeper.configure("server", SETTINGS, [])
+        await until_whole(keeper, "server")
+        old = {*ray.actors}
+        ray.may_stop.clear()
+        on_gpu = replace(SETTINGS, on_gpu=True)
+        configuring = asyncio.create_task(keeper.configure("server", on_gpu, []))
+        await until(lambda: len(ray.num_gpus) > 2)
+        ray.may_stop.set()
+        await configuring
+        view = await until_whole(keeper, "server")
+        assert [ray.num_gpus[worker.name] for worker in view.workers] == [1, 1]
+        assert {*ray.num_gpus} - old == {worker.name for worker in view.workers}
+        await keeper.stop("server")
 
     run(test())
 

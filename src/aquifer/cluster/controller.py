@@ -97,11 +97,9 @@ class Controller:
             await asyncio.sleep(_LOOK_S)
         self._saw(front)
         self._is_stopping = False
-        before = self._state.settings
+        before, self._state.settings = self._state.settings, settings
         if before is not None and _kind(before) != _kind(settings):
-            for name in list(self._state.workers):
-                await self._end(name)
-        self._state.settings = settings
+            await asyncio.gather(*(self._end(name) for name in list(self._state.workers)))
         given = {model.name: model for model in models}
         others = {name: spec for name, spec in self._state.models.items() if name not in given}
         self._state.models = {**given, **others}
