@@ -206,8 +206,7 @@ class EngineKeeper:
         """
         self._check_serving()
         pin = Pin(model, token_ids, salt, client)
-        unpin = Unpin(model, token_ids, salt)
-        num_tokens = await self._questions.ask(self._link, pin, undo=unpin)
+        num_tokens = await self._questions.ask(self._link, pin, undo=Unpin(model, token_ids, salt))
         if any(spec.name == model for spec in self._config.models):  # or it was removed meanwhile
             self.held.pins.append(pin)
         assert isinstance(num_tokens, int)
