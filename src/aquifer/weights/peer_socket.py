@@ -21,6 +21,7 @@ MOST_FILES = 64
 _HEADER_BYTES = 4  # the length of what follows
 _MOST_BYTES = 64 << 20
 _SUFFIX = ".weights"
+_UNREADY = ".unready"  # the same before it listens
 _ALIVE_S = 1.0
 """How long a process may take to accept a connection."""
 
@@ -56,7 +57,7 @@ def forget(folder: Path, pid: int) -> None:
 def forget_dead(folders: Iterable[Path]) -> None:
     """Remove what is left in folders where all processes were killed, and these folders."""
     for folder in folders:
-        for path in folder.glob("*-*"):
+        for path in (*folder.glob(f"*{_SUFFIX}"), *folder.glob(f"*{_UNREADY}")):
             with suppress(OSError):  # one that listens does not answer, or another user's
                 try:
                     connect(path, _ALIVE_S).close()
@@ -133,7 +134,7 @@ def _listen_in(folder: Path) -> tuple[socket.socket, Path]:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise PermissionError(f"{folder} is no folder that only this user can open")
     path = folder / f"{os.getpid()}-{os.urandom(4).hex()}{_SUFFIX}"
-    unready = path.with_suffix(".unready")  # one that is found but does not listen counts as left
+    unready = path.with_suffix(_UNREADY)  # one that is found but does not listen counts as left
     listener = socket.socket(socket.AF_UNIX)
     try:
         listener.bind(str(unready))
