@@ -114,6 +114,23 @@ def test_others_run_while_a_model_is_loaded() -> None:
     assert loaded.first_token_s == pytest.approx(0.22 + load_s, abs=3 * _first_step_s(10))
 
 
+@pytest.mark.parametrize("manager", ["virtual", "paged", "bucketed"])
+def test_a_request_waits_for_memory_that_a_load_has_taken(manager: str) -> None:
+    """Its model is there and idle, and another one is being loaded: then that one may go."""
+    load_s = WEIGHT_BYTES / BYTES_PER_S
+    requests = [
+        TraceRequest(0.0, 5, 2, "a"),
+        TraceRequest(1.0, 5, 2, "b"),
+        TraceRequest(1.0 + load_s / 2, 150, 2, "a"),
+    ]
+    config = replace(_config(2 * WEIGHT_PAGES + 10), manager=manager)
+    result = replay(config, requests)
+    assert [load.model for load in result.loads] == ["a", "b"]
+    waited = result.records[2]
+    assert waited.first_token_s is not None
+    assert waited.first_token_s > 1.0 + load_s
+
+
 def test_models_that_do_not_fit_together_take_turns_after_the_last_arrival() -> None:
     """Two gave way since it: the one that did so first is loaded first."""
     slow = replace(DEVICE, overhead_s=0.02)

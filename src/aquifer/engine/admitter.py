@@ -26,7 +26,7 @@ It no longer waits."""
 
 
 class Held(Protocol):
-    """Memory that nothing uses, and that will be free soon without anything done."""
+    """Memory that no request uses, and that can be had soon without anything done."""
 
     def mark(self) -> tuple[int, int]:
         """The present moment."""

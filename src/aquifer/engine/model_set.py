@@ -200,14 +200,14 @@ class ModelSet(Generic[HostT]):
             preempt: preempts all running requests of a model, when its steps in flight are done.
             on_failure: called with a model that cannot be loaded, and why; it ends its requests.
         """
+        if self._blocked[0] is not None and not self._assembly.scheduler.admitter.is_any_running():
+            self._held.wait(_PAUSE_S)
         for host in self:
             if host.state == ModelState.LOADING:
                 self._continue(host, on_failure)
                 return
         if self._relieve(num_arrivals, preempt):
             return
-        if self._blocked[0] is not None and not self._assembly.scheduler.admitter.is_any_running():
-            self._held.wait(_PAUSE_S)
         wanted = sorted((each for each in self if each.is_wanted), key=lambda it: it.place_in_turn)
         # Which weights they share is to be known before they get pages.
         if wanted and not self._reuse.compare(self._threads, self._pause_s):
@@ -217,6 +217,7 @@ class ModelSet(Generic[HostT]):
             mark = self._held.mark()
             try:
                 if self._leaves_room(host, others) and host.begin_loading(self._threads):
+                    self._held.note_loading(host)
                     return
             except DriverError as error:
                 on_failure(host, str(error))
@@ -239,10 +240,8 @@ class ModelSet(Generic[HostT]):
             on_failure(host, host.error)
 
     def _relieve(self, num_arrivals: int, preempt: Callable[[HostT], None]) -> bool:
-        """Let a model give its memory to a request of another one that waits for KV for long.
-
-        Returns: whether one does.
-        """
+        """Let a model give its memory to a request of another one that waits for KV for long;
+        return whether one does."""
         blocked, host = self._blocked
         if blocked is None or host is None:
             return False
