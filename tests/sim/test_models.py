@@ -221,6 +221,34 @@ def test_weights_are_kept_alive_for_a_time() -> None:
     assert len(replay(_config(100, loading), requests).loads) == 1
 
 
+def test_skipping_ahead_stops_where_weights_are_no_longer_kept_alive() -> None:
+    loading = replace(LOADING, keep_alive_s=0.3)
+    config = _config(300, loading)
+    requests = [TraceRequest(0.0, 4, 1, "a"), TraceRequest(0.22, 4, 200, "b")]
+    ahead = replay(config, requests)
+    one_by_one = replay(replace(config, fast_forward=False), requests)
+    assert ahead.records == one_by_one.records
+    assert ahead.averages == pytest.approx(one_by_one.averages, rel=1e-9, abs=1e-3)
+
+
+def test_skipping_ahead_stops_at_a_request_for_a_model_that_is_not_open() -> None:
+    names = tuple(str(number) for number in range(40))
+    config = replace(_config(400), models=dict.fromkeys(names, MODEL), max_num_seqs=1)
+    requests = [TraceRequest(0.0, 4, 200, "0"), TraceRequest(0.0, 4, 200, "0")]
+    requests.append(TraceRequest(0.3, 4, 2, "1"))
+    ahead = replay(config, requests)
+    assert ahead.records == replay(replace(config, fast_forward=False), requests).records
+
+
+def test_models_are_loaded_when_the_last_running_request_has_failed() -> None:
+    """It outgrows the memory, which the footprint of a token-major layout does not foresee."""
+    config = _config(WEIGHT_PAGES + 14, manager="paged", kv_layout="layer-major")
+    requests = [TraceRequest(0.0, 2, 109, "a"), TraceRequest(0.3, 2, 1, "b")]
+    first, second = replay(config, requests).records
+    assert first.finished_s is None
+    assert second.finished_s is not None
+
+
 def test_a_model_that_does_not_fit() -> None:
     with pytest.raises(ConfigError, match="the weights of a take"):
         replay(_config(WEIGHT_PAGES - 1), [TraceRequest(0.0, 4, 1, "a")])

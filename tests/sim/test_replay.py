@@ -119,6 +119,27 @@ def test_skipping_ahead_of_many_sequences(manager):
     _same(ahead, replay(replace(config, fast_forward=False), requests))
 
 
+def test_skipping_ahead_counts_only_requests_that_will_be_served_as_waiting():
+    """One that is refused arrives while another one waits for a slot."""
+    config = config_of(kv_pages=20, max_num_seqs=1)
+    requests = [TraceRequest(at_s, 5, 60) for at_s in (0.0, 1e-3)]
+    requests.append(TraceRequest(0.02, 5, 250))
+    ahead = replay(config, requests)
+    assert ahead.num_unserved == 1
+    _same(ahead, replay(replace(config, fast_forward=False), requests))
+    assert ahead.averages["waiting"] < 1
+
+
+def test_skipping_ahead_stops_where_a_sequence_moves_to_a_larger_region():
+    """The copy takes time in its own step, before which another request may arrive."""
+    lengths = {"states_lengths": False, "length_prediction": "prior"}
+    config = config_of("bucketed", 400, **lengths)
+    requests = [TraceRequest(0.3 * i, 5, 8) for i in range(110)]
+    requests += [TraceRequest(40.0 + 0.011 * i, 5, 120) for i in range(8)]
+    ahead = replay(config, requests)
+    _same(ahead, replay(replace(config, fast_forward=False), requests))
+
+
 def test_averages_do_not_depend_on_when_steps_are_added_up(monkeypatch):
     config, requests = config_of(kv_pages=45, fast_forward=False), _growing(1, 20)
     at_the_end = replay(config, requests)
@@ -237,6 +258,17 @@ def test_static_batches():
     assert orca[1].finished_s < orca[0].finished_s
     assert orca[2].scheduled_s is not None
     assert orca[2].scheduled_s < orca[1].finished_s
+
+
+def test_static_batches_of_each_model_end_by_themselves():
+    config = replace(config_of("static", 260), models={"tiny": MODEL, "other": MODEL})
+    long, short = TraceRequest(0.0, 5, 60, "tiny"), TraceRequest(0.0, 5, 2, "tiny")
+    result = replay(config, [long, short, TraceRequest(0.0, 5, 20, "other")])
+    first, second, other = (record.finished_s for record in result.records)
+    assert first == second
+    assert first is not None
+    assert other is not None
+    assert other < first
 
 
 def test_managers_differ_as_the_paper_says():

@@ -234,6 +234,17 @@ def find_model(text: str) -> ModelShape:
     )
 
 
+def distinct(shapes: Mapping[str, ModelShape]) -> dict[str, ModelShape]:
+    """The first model of each shape. Shapes are told apart as objects: to compare them takes long.
+
+    Equal ones may be given twice.
+    """
+    first: dict[int, str] = {}
+    for name, shape in shapes.items():
+        first.setdefault(id(shape), name)
+    return {name: shapes[name] for name in first.values()}
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceModel:
     """Speed and memory of a device, or of several that share a model's layers evenly.

@@ -7,13 +7,14 @@ all of the steps together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from aquifer.cache.base import IntArray
+from aquifer.cache.contiguous import ContiguousCache
 from aquifer.engine.committing import skip_steps
 from aquifer.engine.lane import Lane
 from aquifer.engine.repetition import repeats
@@ -23,6 +24,7 @@ from aquifer.sim.clock import Arrivals, Clock
 from aquifer.sim.device import StepModel
 from aquifer.sim.occupancy import Occupancy
 from aquifer.sim.outputs import made_up_tokens
+from aquifer.sim.trace import TraceRequest
 
 _MOST_STEPS = 4096  # maximum number of steps done at once
 
@@ -49,6 +51,8 @@ class FastForward:
         clock: the time, which advances with the steps.
         arrivals: of the requests to come.
         occupancy: measures the occupancy after the steps.
+        is_refused: tells whether a request to come will wait for nothing; None if there are several
+            models, of which a request may be for another one.
     """
 
     def __init__(
@@ -58,12 +62,14 @@ class FastForward:
         clock: Clock,
         arrivals: Arrivals,
         occupancy: Occupancy,
+        is_refused: Callable[[Lane, TraceRequest], bool] | None,
     ) -> None:
         self._scheduler = scheduler
         self._steps = steps
         self._clock = clock
         self._arrivals = arrivals
         self._occupancy = occupancy
+        self._is_refused = is_refused
 
     def run(self, plan: StepInput, until_s: float, *, has_freed: bool) -> Skipped | None:
         """Do as many steps as go on like the last one; None if there are none.
@@ -93,7 +99,7 @@ class FastForward:
         # Accumulated one after the other, as in single steps: [i] is when step i begins.
         begins_s = np.add.accumulate(np.concatenate(([self._clock.now_s], seconds)))
         most_steps = int(begins_s[:most_steps].searchsorted(until_s))
-        may_join = not lane.waiting or len(self._scheduler.lanes) > 1
+        may_join = not lane.waiting or self._is_refused is None
         if may_join and (arrival_s := self._arrivals.next_s) is not None:
             most_steps = int(begins_s[:most_steps].searchsorted(arrival_s))
         parts = self._reserve(lane, slots, begins_s[:most_steps].tolist())
@@ -102,30 +108,54 @@ class FastForward:
             return None
         skip_steps(lane, slots, count, made_up_tokens(table.serial[slots]))
         lane.cache.upload()
-        num_untaken = self._arrivals.num_untaken(begins_s[:count])
+        num_untaken = self._num_waiting(lane, self._arrivals.num_untaken(begins_s[:count]))
         values = self._occupancy.values_of_decodes(lane, num_untaken, *parts)
         self._clock.now_s = float(begins_s[count])
         return Skipped(seconds[:count], values)
 
+    def _num_waiting(self, lane: Lane, num_untaken: IntArray) -> IntArray:
+        """Return how many of the requests that have arrived by each step will wait: [n].
+
+        Args:
+            lane: the model that they are for.
+            num_untaken: [n], how many have arrived, those included that are refused.
+        """
+        most = int(num_untaken[-1])
+        if not most or self._is_refused is None:
+            return num_untaken
+        first = self._arrivals.num_taken
+        waits = [
+            not self._is_refused(lane, self._arrivals[first + number]) for number in range(most)
+        ]
+        return np.concatenate((np.zeros(1, np.int64), np.cumsum(waits)))[num_untaken]
+
     def _reserve(
         self, lane: Lane, slots: IntArray, begins_s: list[float]
     ) -> tuple[list[int], list[int], list[int]]:
-        """Ask for room as the scheduler does, until a step is refused.
+        """Ask for room as the scheduler does, until a step is refused or takes longer.
+
+        A sequence that outgrows its region is copied, which takes time in that step.
 
         Returns: free bytes, retained bytes and bytes of weights that come and go, after each step
-            that was not refused.
+            before that one.
         """
         needed_tokens = lane.slots.num_computed[slots] + 1
         free_bytes: list[int] = []
         retained_bytes: list[int] = []
         weight_bytes: list[int] = []
         clock, occupancy, reserve = self._clock, self._occupancy, lane.cache.reserve
+        copied_bytes = copied_bytes_of(lane)
         for begin_s in begins_s:
             clock.now_s = begin_s
-            if not reserve(slots, needed_tokens):
+            if not reserve(slots, needed_tokens) or copied_bytes_of(lane) != copied_bytes:
                 break
             needed_tokens += 1
             free_bytes.append(occupancy.free_bytes)
             retained_bytes.append(occupancy.retained_bytes)
             weight_bytes.append(occupancy.weight_bytes)
         return free_bytes, retained_bytes, weight_bytes
+
+
+def copied_bytes_of(lane: Lane) -> int:
+    """Bytes that the manager of a model's KV has copied on the device so far."""
+    return lane.cache.copied_bytes if isinstance(lane.cache, ContiguousCache) else 0

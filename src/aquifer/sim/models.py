@@ -8,6 +8,7 @@ They are not slowed down by it, and it shares the link with nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from contextlib import ExitStack
@@ -26,7 +27,7 @@ from aquifer.sim.baselines.evictions import VICTIMS, recent_use
 from aquifer.sim.baselines.split import WeightShare
 from aquifer.sim.clock import Clock
 from aquifer.sim.config import LoadingConfig
-from aquifer.sim.device import ModelShape
+from aquifer.sim.device import ModelShape, distinct
 from aquifer.sim.driver import ModelledDriver
 from aquifer.sim.results import LoadRecord
 from aquifer.sim.trace import ID_LIMIT
@@ -418,25 +419,23 @@ class ReplayedModels:
         return [host.state for host in self.set]
 
     def expire(self, now_s: float) -> None:
-        """Evict the weights of models that have been idle for longer than they are kept alive."""
-        keep_alive_s = self.loading.keep_alive_s
-        if keep_alive_s is None:
-            return
-        for host in self.set:
-            is_unused = host.state == ModelState.RESIDENT and not host.lane.has_work
-            if is_unused and now_s - host.used_s >= keep_alive_s:
+        """Evict the weights of models that have been idle for as long as they are kept alive."""
+        for expiry_s, host in self._expiries():
+            if now_s >= expiry_s:
                 host.unload()
 
+    @property
+    def expiry_s(self) -> float:
+        """When `expire` has something to do, if no request arrives."""
+        return min((expiry_s for expiry_s, _ in self._expiries()), default=math.inf)
 
-def distinct(shapes: Mapping[str, ModelShape]) -> dict[str, ModelShape]:
-    """The first model of each shape. Shapes are told apart as objects: to compare them takes long.
-
-    Equal ones may be given twice.
-    """
-    first: dict[int, str] = {}
-    for name, shape in shapes.items():
-        first.setdefault(id(shape), name)
-    return {name: shapes[name] for name in first.values()}
+    def _expiries(self) -> list[tuple[float, ReplayedModel]]:
+        """Until when each model without requests is kept alive."""
+        kept_s = self.loading.keep_alive_s
+        if kept_s is None:
+            return []
+        idle = [h for h in self.set if h.state == ModelState.RESIDENT and not h.lane.has_work]
+        return [(host.used_s + kept_s, host) for host in idle]
 
 
 @lru_cache

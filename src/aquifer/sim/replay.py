@@ -25,7 +25,6 @@ from functools import lru_cache
 
 import torch
 
-from aquifer.cache.contiguous import ContiguousCache
 from aquifer.cache.swap import SwapSpace
 from aquifer.engine.assembly import Assembly, LaneSpec
 from aquifer.engine.lane import Lane
@@ -42,7 +41,7 @@ from aquifer.sim.clock import Arrivals, Clock
 from aquifer.sim.config import ReplayConfig
 from aquifer.sim.device import StepModels, StepWork
 from aquifer.sim.driver import ModelledDriver
-from aquifer.sim.fast_forward import FastForward
+from aquifer.sim.fast_forward import FastForward, copied_bytes_of
 from aquifer.sim.models import ReplayedModel, ReplayedModels
 from aquifer.sim.occupancy import Occupancy
 from aquifer.sim.outputs import OutputMaker
@@ -110,7 +109,8 @@ class DeviceReplay:
         self._outputs = OutputMaker(config.beam_width > 0, config.seed)
         self._averages = Averages()
         self._outputs_left: dict[str, int] = {}  # unfinished completions of each request
-        self._batch_done: list[RequestRecord] = []  # finished requests of a running static batch
+        # Finished requests of each model's running static batch.
+        self._batch_done: dict[str, list[RequestRecord]] = {}
         self._moved_bytes = self._copied_bytes = 0  # accounted for so far
         driver = ModelledDriver(config.budget_bytes, config.page_bytes)
         # Keep all idle pages, so that pages are not created again.
@@ -160,7 +160,12 @@ class DeviceReplay:
         self._lanes = self._scheduler.lanes
         self._occupancy = Occupancy(config, pool, self._lanes, self._kv_budget_bytes)
         self._fast_forward = FastForward(
-            self._scheduler, self._steps, self._clock, self._arrivals, self._occupancy
+            self._scheduler,
+            self._steps,
+            self._clock,
+            self._arrivals,
+            self._occupancy,
+            None if len(config.models) > 1 else self._is_refused,
         )
         self._result = ReplayResult([], kv_budget_bytes=self._kv_budget_bytes)
 
@@ -187,6 +192,7 @@ class DeviceReplay:
             plan = scheduler.plan()
             for output in scheduler.take_failed():
                 self._end(output)
+                has_changed = True
             if plan is None:
                 if has_changed or scheduler.num_preemptions > num_preemptions:
                     continue  # a model or a request has given way, or a model is there: ask again
@@ -206,7 +212,8 @@ class DeviceReplay:
             if self.num_ended.total() > num_ended:
                 on_progress(self.num_ended.total())
             if self._config.fast_forward:
-                skipped = self._fast_forward.run(plan, until_s, has_freed=has_freed)
+                end_s = until_s if self.models is None else min(until_s, self.models.expiry_s)
+                skipped = self._fast_forward.run(plan, end_s, has_freed=has_freed)
                 if skipped is not None:
                     self._averages.add(skipped.seconds, skipped.values)
                     result.num_steps += len(skipped.seconds)
@@ -304,19 +311,13 @@ class DeviceReplay:
         config = self._config
         name = request.model or next(iter(config.models))
         lane = self._open_lane(name)
-        kv_budget_bytes = self._kv_budget_bytes
-        if self.models is not None:
-            kv_budget_bytes = self.room.size(self.models.set.kv_pages(self.models.set[name]))
         record = RequestRecord(
             name, self._arrivals.time_s(number), request.prompt_tokens, request.output_tokens
         )
         self._result.records.append(record)
         max_total = request.prompt_tokens + request.output_tokens
-        footprint, num_sequences = lane.cache.footprint, config.num_sequences
-        needed_pages = footprint.most(request.prompt_tokens, max_total, num_sequences)
-        is_too_large = self.room.size(needed_pages) > kv_budget_bytes
-        if max_total > config.context(config.models[name]) or is_too_large:
-            self.num_ended[name] += 1  # refused
+        if self._is_refused(lane, request):
+            self.num_ended[name] += 1
             return
         prompt = self._prompts.ids(request)
         params = _params(config.num_sequences, config.beam_width > 0, request.output_tokens)
@@ -333,6 +334,19 @@ class DeviceReplay:
         if self.models is not None:
             self.models.set[name].wanted()
         self._scheduler.add(lane, group)
+
+    def _is_refused(self, lane: Lane, request: TraceRequest) -> bool:
+        """Whether a request is too long for its model, or too large for the memory."""
+        config, name = self._config, lane.name
+        kv_budget_bytes = self._kv_budget_bytes
+        if self.models is not None:
+            kv_budget_bytes = self.room.size(self.models.set.kv_pages(self.models.set[name]))
+        max_total = request.prompt_tokens + request.output_tokens
+        needed_pages = lane.cache.footprint.most(
+            request.prompt_tokens, max_total, config.num_sequences
+        )
+        is_too_large = self.room.size(needed_pages) > kv_budget_bytes
+        return max_total > config.context(config.models[name]) or is_too_large
 
     def _spec(self, name: str) -> LaneSpec:
         """What the lane of a model is made of."""
@@ -389,9 +403,8 @@ class DeviceReplay:
             self._end(output)
             has_ended = has_ended or output.finish_reason is not None
         if self._batch_done and not lane.running:
-            for record in self._batch_done:
+            for record in self._batch_done.pop(plan.model, ()):
                 record.finished_s = self._clock.now_s
-            self._batch_done.clear()
         return has_ended
 
     def _end(self, output: TokenOutput) -> None:
@@ -408,7 +421,7 @@ class DeviceReplay:
             record.first_token_s = output.timing.first_token_s
             record.finished_s = output.timing.last_token_s
             if self._config.manager == "static":
-                self._batch_done.append(record)
+                self._batch_done.setdefault(record.model, []).append(record)
         if left == 0:
             del self._outputs_left[output.request_id]
             self.num_ended[record.model] += 1
@@ -416,8 +429,7 @@ class DeviceReplay:
 
 def _copied_bytes(lanes: Iterable[Lane]) -> int:
     """Bytes that the managers of these lanes have copied on the device so far."""
-    caches = (lane.cache for lane in lanes)
-    return sum(cache.copied_bytes for cache in caches if isinstance(cache, ContiguousCache))
+    return sum(map(copied_bytes_of, lanes))
 
 
 @lru_cache(maxsize=4096)

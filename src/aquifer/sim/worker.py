@@ -18,7 +18,7 @@ from aquifer.engine.policies.placement import (
 from aquifer.errors import ConfigError
 from aquifer.sim.clock import Arrivals
 from aquifer.sim.config import ReplayConfig
-from aquifer.sim.models import distinct
+from aquifer.sim.device import distinct
 from aquifer.sim.replay import DeviceReplay
 from aquifer.sim.trace import PromptMaker, TraceRequest
 
