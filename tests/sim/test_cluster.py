@@ -213,8 +213,21 @@ def test_requests_of_a_worker_that_fails() -> None:
     total = result.total
     assert (total.num_unserved, len(total.served), total.failed) == (1, 2, result.failed)
     assert total.figures()["failed_with_a_worker"] == 1
+    # A worker that came back has the memory that it had before.
+    assert total.kv_budget_bytes == 2 * result.devices[0].kv_budget_bytes
     with_prefixes = replace(cluster, workers=(replace(CONFIG, prefix_caching=True),) * 2)
     assert replay_cluster(with_prefixes, requests).failed == result.failed
+
+
+def test_averages_while_requests_wait_are_of_the_workers_where_they_do() -> None:
+    one_slot = replace(CONFIG, max_num_seqs=1)
+    requests = [TraceRequest(0.0, 4, 60, "a"), TraceRequest(0.0, 4, 60, "a")]
+    requests.append(TraceRequest(0.0, 4, 100, "b"))
+    by_model = lambda snapshot: int(snapshot.num_placed == 2)  # noqa: E731
+    result = replay_cluster(ClusterConfig((one_slot,) * 2, by_model), requests)
+    assert [device.averages_waiting["waiting"] for device in result.devices] == [1.0, 0.0]
+    assert result.total.averages_waiting["waiting"] == pytest.approx(1.0)
+    assert result.total.averages["waiting"] < 1.0
 
 
 def test_no_worker_is_left() -> None:
@@ -238,6 +251,7 @@ def test_no_worker_is_left() -> None:
         ([(2, 1.0)], "the workers are 0 to 1"),
         ([(0, 1.0), (0, 5.0)], "before it is back"),
         ([(0, 1.0, 6.0), (0, 5.0)], "before it is back"),
+        ([(0, 1.0, 6.0), (0, 6.0)], "before it is back"),
     ],
 )
 def test_failures_that_cannot_be(failures, message) -> None:

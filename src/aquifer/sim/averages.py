@@ -57,6 +57,12 @@ class Averages:
         self._sum_steps()
         return self._seconds
 
+    @property
+    def waiting_seconds(self) -> float:
+        """Sum of the intervals in which requests were waiting."""
+        self._sum_steps()
+        return self._waiting_s
+
     def _sum_steps(self) -> None:
         if self._steps:
             self.add(np.array(self._steps_s), np.array(self._steps, np.float64))

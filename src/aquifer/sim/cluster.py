@@ -103,7 +103,7 @@ class ClusterConfig:
                 raise ConfigError(
                     f"worker {number} is to fail; the workers are 0 to {len(self.workers) - 1}"
                 )
-            if failure.at_s < until_s.get(number, 0.0):
+            if failure.at_s <= until_s.get(number, -math.inf):
                 raise ConfigError(f"worker {number} fails at {failure.at_s} s before it is back")
             until_s[number] = math.inf if failure.back_s is None else failure.back_s
 
@@ -123,12 +123,14 @@ class ClusterResult:
         devices: the result of each life of each worker: the workers in order, then those that came
             back, in order of time.
         placed: index of the worker of each request, the last one; None if it was never placed.
+        num_workers: number of workers; as many results come first in `devices`.
         failed: why requests failed, by number.
     """
 
     records: list[RequestRecord]
     devices: list[ReplayResult]
     placed: list[int | None]
+    num_workers: int
     failed: dict[int, str] = field(default_factory=dict)
 
     @property
@@ -139,10 +141,14 @@ class ClusterResult:
 
     @property
     def total(self) -> ReplayResult:
-        """The figures of all devices together. Averages are means over their busy time."""
+        """The figures of all devices together. Averages are means over their busy time, or over the
+        part of it in which requests were waiting."""
 
-        def mean(of: Callable[[ReplayResult], dict[str, float]]) -> dict[str, float]:
-            weights = [result.busy_s for result in self.devices]
+        def mean(
+            of: Callable[[ReplayResult], dict[str, float]],
+            seconds: Callable[[ReplayResult], float],
+        ) -> dict[str, float]:
+            weights = [*map(seconds, self.devices)]
             if not sum(weights):
                 return of(self.devices[0])
             return {
@@ -157,15 +163,18 @@ class ClusterResult:
             self.records,
             duration_s=max(result.duration_s for result in self.devices),
             busy_s=sum(result.busy_s for result in self.devices),
+            waiting_s=sum(result.waiting_s for result in self.devices),
             num_steps=total(lambda result: result.num_steps),
             num_preemptions=total(lambda result: result.num_preemptions),
             queried_tokens=total(lambda result: result.queried_tokens),
             hit_tokens=total(lambda result: result.hit_tokens),
             held_bytes=total(lambda result: result.held_bytes),
             checkpoint_bytes=total(lambda result: result.checkpoint_bytes),
-            kv_budget_bytes=total(lambda result: result.kv_budget_bytes),
-            averages=mean(lambda result: result.averages),
-            averages_waiting=mean(lambda result: result.averages_waiting),
+            kv_budget_bytes=sum(each.kv_budget_bytes for each in self.devices[: self.num_workers]),
+            averages=mean(lambda result: result.averages, lambda result: result.busy_s),
+            averages_waiting=mean(
+                lambda result: result.averages_waiting, lambda result: result.waiting_s
+            ),
             loads=self.loads,
             failed=self.failed,
         )
@@ -275,6 +284,7 @@ class _Cluster:
             records,
             list(by_life.values()),
             [None if where is None else where[0] for where in self._where],
+            len(self._config.workers),
             self._failed,
         )
 

@@ -233,6 +233,7 @@ class DeviceReplay:
             raise InvariantError("requests are left that are never planned")
         result.duration_s = self._clock.now_s
         result.busy_s = self._averages.seconds
+        result.waiting_s = self._averages.waiting_seconds
         result.num_preemptions = self._num_closed_preemptions + self._scheduler.num_preemptions
         for lane in self._lanes.values():
             if lane.prefixes is not None:

@@ -51,6 +51,7 @@ class ReplayResult:
         records: one per request, in order of arrival.
         duration_s: time until the last request ended.
         busy_s: the part of it in which a request ran.
+        waiting_s: the part of that in which requests were waiting.
         num_steps: steps of the engine.
         num_preemptions: preemptions of requests.
         queried_tokens: prompt tokens looked up among retained prefixes.
@@ -67,6 +68,7 @@ class ReplayResult:
     records: list[RequestRecord]
     duration_s: float = 0.0
     busy_s: float = 0.0
+    waiting_s: float = 0.0
     num_steps: int = 0
     num_preemptions: int = 0
     queried_tokens: int = 0
