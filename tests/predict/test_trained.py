@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,6 +89,9 @@ def test_formats_of_examples(tmp_path: Path) -> None:
     assert read_examples(table)[0].prompt_tokens == 374
 
 
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -101,12 +106,28 @@ def test_formats_of_examples(tmp_path: Path) -> None:
         ("a.jsonl", '{"prompt": "x", "output_tokens": 3, "temperature": -1}\n', "at least 0"),
         ("a.json", '{"instructions": ["x"], "output_tokens": {"a": [1, 2]}}', "of the same length"),
         ("a.csv", "TIMESTAMP,ContextTokens\n1,2\n", "line 2: it needs TIMESTAMP"),
+        ("a.csv", AZURE + "2023-11-16 18:15:46.6,3,-5\n", "line 2: .*-5 must be a whole"),
+        ("a.csv", AZURE + "2023-11-16 18:15:46.6,-3,5\n", "line 2: .*-3 must be a whole"),
+        ("a.csv", AZURE + "1" * 200_000 + ",1,1\n", "field larger than"),
+        ("a.csv.gz", "damaged", "cannot read"),
+        ("a.jsonl", "[" * 200_000, "line 1: this is no example"),
+        ("a.json", "[" * 200_000, "RecursionError"),
+        ("a.jsonl", '{"prompt": "\\ud800", "output_tokens": 3}\n', "line 1: .*surrogates"),
+        (
+            "a.jsonl",
+            '{"prompt_token_ids": [4294967296], "output_tokens": 3}\n',
+            "at most 2147483647",
+        ),
         ("a.txt", "", "no format for examples"),
         ("a.jsonl", "", "has no examples"),
     ],
 )
 def test_bad_examples_are_named(tmp_path: Path, name: str, content: str, message: str) -> None:
     (tmp_path / name).write_text(content)
+    if name.endswith(".gz"):
+        damaged = bytearray(gzip.compress(bytes(range(256)) * 8))
+        damaged[10] = 0xFF  # no such kind of block
+        (tmp_path / name).write_bytes(damaged)
     with pytest.raises(ConfigError, match=message):
         read_examples(tmp_path / name)
 
@@ -242,6 +263,11 @@ def test_a_predictor_is_written_and_read(tmp_path: Path, trained: LengthPredicto
         LengthPredictor.load(tmp_path / "p", "other")
     with pytest.raises(ConfigError, match="holds no length predictor"):
         LengthPredictor.load(tmp_path)
+    broken = LengthPredictor.load(tmp_path / "p")
+    broken.center[0] = float("nan")
+    broken.save(tmp_path / "q")
+    with pytest.raises(ConfigError, match="no finite numbers"):
+        LengthPredictor.load(tmp_path / "q")
     (tmp_path / "p" / "model.safetensors").write_bytes(b"x")
     with pytest.raises(ConfigError, match="is damaged"):
         LengthPredictor.load(tmp_path / "p")
@@ -284,6 +310,26 @@ def test_a_predictor_that_fails_leaves_recent_lengths(caplog: pytest.LogCaptureF
     assert forecast is not None
     assert 40 < forecast.quantile(0.5) < 60
     assert "the length predictor failed" in caplog.text
+
+
+def test_a_predictor_that_has_failed_keeps_no_requests() -> None:
+    class Prompt(list[int]):
+        """A prompt that can be referred to weakly."""
+
+    class Broken:
+        def predict(self, asked: object) -> list[object]:
+            raise RuntimeError("broken")
+
+    forecaster = LengthForecaster(Broken())  # type: ignore[arg-type]
+    prompts: list[weakref.ref[Prompt]] = []
+    for _ in range(1000):
+        prompt = Prompt([1, 2])
+        prompts.append(weakref.ref(prompt))
+        forecaster.arrive(asked(prompt))
+    forecaster.close()
+    gc.collect()
+    # At most the batch that failed, which the log has, and the last one.
+    assert sum(each() is not None for each in prompts) < 200
 
 
 def test_choices(tmp_path: Path, trained: LengthPredictor) -> None:

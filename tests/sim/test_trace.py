@@ -106,6 +106,9 @@ def test_lengths_alone(tmp_path):
             "line 1: 2 hash_ids for 512 tokens",
         ),
         ("a.jsonl", '{"output_tokens": 3}', "line 1: prompt_tokens is None"),
+        ("a.csv", PLAIN + "8," + "1" * 200_000 + ",1,\n", "field larger than"),
+        ("a.jsonl", "[" * 200_000, "line 1: this is not a JSON object"),
+        ("a.json", "[" * 200_000, "is not valid JSON"),
         ("a.json", "{", "is not valid JSON"),
         ("a.json", "[]", "must be a JSON object"),
         ("a.json", '{"prompt_tokens": [1]}', "a list prompt_tokens and a list output_tokens"),
@@ -122,6 +125,11 @@ def test_no_file_and_no_archive(tmp_path):
         read_trace(tmp_path / "missing.csv")
     file = tmp_path / "broken.csv.gz"
     file.write_bytes(b"not compressed")
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_trace(file)
+    damaged = bytearray(gzip.compress(bytes(range(256)) * 8))
+    damaged[10] = 0xFF  # no such kind of block
+    file.write_bytes(damaged)
     with pytest.raises(ConfigError, match="cannot read"):
         read_trace(file)
 
@@ -164,6 +172,7 @@ def test_lengths_beyond_the_context():
         ],
         2,
     )
+    assert fit_lengths(requests, 1, cut=True) == ([], 3)
 
 
 def _prompts(*requests: TraceRequest) -> list[np.ndarray]:

@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import math
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -44,6 +45,10 @@ class Example:
         return bool(self.prompt or self.prompt_token_ids)
 
 
+_MOST = 2**31 - 1
+"""Token ids are numbers of 32 bits, and no prompt and no output is longer."""
+
+
 def read_examples(file: Path, models: tuple[str, ...] = ()) -> list[Example]:
     """Read examples. Requests without output are left out.
 
@@ -70,7 +75,7 @@ def read_examples(file: Path, models: tuple[str, ...] = ()) -> list[Example]:
     try:
         with opened(file, "rb") as raw, io.TextIOWrapper(raw, encoding="utf-8") as lines:
             examples = list(readers[suffix](lines, file))
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error, csv.Error) as error:
         raise ConfigError(f"cannot read {file}: {error}") from error
     found = [
         example
@@ -103,7 +108,7 @@ def _read_lines(lines: io.TextIOBase, file: Path) -> Iterator[Example]:
             )
             if example.temperature < 0:
                 raise ValueError(f"temperature is {example.temperature}; it must be at least 0")
-        except (ValueError, TypeError, AttributeError, KeyError) as error:
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
             raise ConfigError(f"{file}, line {number}: this is no example: {error!r}") from error
         if not (example.has_prompt or example.prompt_tokens):
             raise ConfigError(
@@ -114,8 +119,8 @@ def _read_lines(lines: io.TextIOBase, file: Path) -> Iterator[Example]:
 
 
 def _whole(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{value!r} must be a whole number of at least 0")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MOST:
+        raise ValueError(f"{value!r} must be a whole number of at least 0 and at most {_MOST}")
     return value
 
 
@@ -128,6 +133,7 @@ def _finite(value: Any) -> float:
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{value!r} must be a text")
+    value.encode()  # half of a surrogate pair is no text
     return value
 
 
@@ -138,7 +144,7 @@ def _read_lists(lines: io.TextIOBase, file: Path) -> Iterator[Example]:
         for model, lengths in outputs.items():
             for prompt, length in zip(prompts, lengths, strict=True):
                 yield Example(_whole(length), _text(prompt), model=str(model))
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise ConfigError(
             f"{file} must have a list `instructions`, and lists `output_tokens` of the same length "
             f"by the model: {error!r}"
@@ -154,8 +160,8 @@ def _read_table(lines: io.TextIOBase, file: Path) -> Iterator[Example]:
             begin_s = datetime.fromisoformat(f"{whole}+00:00").timestamp()
             arrival_s = begin_s + float(f"0.{decimals or 0}")
             yield Example(
-                int(row["GeneratedTokens"]),
-                prompt_tokens=int(row["ContextTokens"]),
+                _whole(int(row["GeneratedTokens"])),
+                prompt_tokens=_whole(int(row["ContextTokens"])),
                 arrival_s=arrival_s,
             )
         except (ValueError, TypeError, AttributeError, KeyError, IndexError) as error:

@@ -200,7 +200,9 @@ class Oracle:
 
 
 def _predict(predictor: Predictor, queue: SimpleQueue[Outlook | None]) -> None:
-    """Loop of the predictor's thread. A predictor that fails is not asked again."""
+    """Loop of the predictor's thread. A predictor that fails is not asked again; what comes later
+    is dropped."""
+    has_failed = False
     while True:
         outlooks = [queue.get()]
         try:
@@ -209,13 +211,13 @@ def _predict(predictor: Predictor, queue: SimpleQueue[Outlook | None]) -> None:
         except Empty:
             pass
         asked = [outlook for outlook in outlooks if outlook is not None]
-        if asked:
+        if asked and not has_failed:
             try:
                 forecasts = predictor.predict([outlook.asked for outlook in asked])
+                for outlook, forecast in zip(asked, forecasts, strict=True):
+                    outlook.predicted = forecast
             except Exception:
                 logger.exception("the length predictor failed; recent lengths are used alone")
-                return
-            for outlook, forecast in zip(asked, forecasts, strict=True):
-                outlook.predicted = forecast
+                has_failed = True
         if len(asked) < len(outlooks):
             return

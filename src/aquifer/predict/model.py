@@ -136,12 +136,22 @@ class LengthPredictor(torch.nn.Module):
             config = PredictorConfig(**content["predictor"])
             predictor = cls(config)
             predictor.load_state_dict(load_file(folder / _WEIGHTS))
+            if not all(values.isfinite().all() for values in predictor.state_dict().values()):
+                raise ValueError("some of its weights are no finite numbers")
         except FileNotFoundError as error:
             raise ConfigError(
                 f"{folder} holds no length predictor: {error.filename} is missing; "
                 "`aquifer predict train` writes one"
             ) from error
-        except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
+        except (
+            OSError,
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            RuntimeError,
+            SafetensorError,
+        ) as error:
             raise ConfigError(f"the length predictor in {folder} is damaged: {error}") from error
         if config.reads_prompts and tokenizer is not None and config.tokenizer != tokenizer:
             raise ConfigError(

@@ -12,6 +12,7 @@ import io
 import json
 import math
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -105,7 +106,7 @@ def read_trace(path: Path, *, outputs_of: str | None = None) -> list[TraceReques
     try:
         with _open(path) as file:
             requests = [request for request in reader(file, path) if request.output_tokens]
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error, csv.Error) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     if not requests:
         raise ConfigError(f"{path} has no requests")
@@ -143,7 +144,7 @@ def fit_lengths(
         requests: the requests of a trace.
         max_tokens: maximum of prompt and output together.
         cut: keep the last part of prompts that are too long (section 6.5 of PagedAttention), and
-            end outputs early; otherwise such requests are left out.
+            end outputs early; otherwise, or with room for one token, such requests are left out.
     """
     fitting = []
     num_changed = 0
@@ -152,7 +153,7 @@ def fit_lengths(
             fitting.append(request)
             continue
         num_changed += 1
-        if cut:
+        if cut and max_tokens > 1:
             num_outputs = min(request.output_tokens, max_tokens // 2)
             num_prompt = min(request.prompt_tokens, max_tokens - num_outputs)
             fitting.append(
@@ -290,7 +291,7 @@ def _read_jsonl(file: io.TextIOBase, path: Path) -> Iterator[TraceRequest]:
             entry = json.loads(text)
             if not isinstance(entry, dict):
                 raise ValueError
-        except ValueError:
+        except (ValueError, RecursionError):
             raise _bad(path, line, "this is not a JSON object") from None
         if "input_length" in entry:
             yield _mooncake(entry, path, line)
@@ -329,7 +330,7 @@ def _prompt_tokens(value: Any, path: Path, line: int) -> int:
 def _read_json(file: io.TextIOBase, path: Path, outputs_of: str | None) -> Iterator[TraceRequest]:
     try:
         content = json.load(file)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must be a JSON object of lists")
