@@ -163,6 +163,13 @@ def test_a_prompt_is_in_one_part_only() -> None:
     assert {sample.asked.client for sample in held.train} == {"a"}
 
 
+def test_lengths_alone_are_split_one_by_one() -> None:
+    examples = [Example(5, prompt_tokens=9) for _ in range(200)]
+    split = split_of(examples, samples_of(examples, None))
+    assert len(split.train) > len(split.test) > len(split.validation) > 0
+    assert len(split.train) + len(split.test) + len(split.validation) == 200
+
+
 def test_with_times_the_test_comes_last() -> None:
     examples = [Example(5, prompt_tokens=3, arrival_s=float(n)) for n in range(100)]
     split = split_of(examples, samples_of(examples, None))

@@ -99,7 +99,7 @@ def samples_of(examples: Sequence[Example], encode: Encode | None) -> list[Sampl
 def split_of(
     examples: Sequence[Example], samples: Sequence[Sample], held_out: Sequence[str] = ()
 ) -> Split:
-    """Split samples: by time where there are times, else by prompt.
+    """Split samples: by time where there are times, else by prompt, or without prompts one by one.
 
     A prompt is in one part only, whichever models answered it.
 
@@ -118,7 +118,7 @@ def split_of(
         return Split(*parts)
     split = Split([], [], [])
     for number, (example, sample) in enumerate(zip(examples, samples, strict=True)):
-        name = example.prompt or str(example.prompt_token_ids) or str(number)
+        name = example.prompt or str(example.prompt_token_ids or number)
         share = int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) / 16**8
         if share >= 0.8:
             if not held_out or example.model in held_out:
