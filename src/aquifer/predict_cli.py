@@ -63,6 +63,11 @@ def _train(
 
     if pretrained is not None and encoder != "distilbert":
         raise ConfigError("--pretrained needs --encoder distilbert")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output: cannot write {output}: {error.strerror}") from error
+    _check_device(device)
     split, fingerprint = _read(files, tokenizer, hold_out or [])
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -110,6 +115,20 @@ def _report(
     samples = samples_of(_examples(files), encode)
     lengths = [sample.output_tokens for sample in samples]
     _show(report(predictions(predictor, samples), lengths), Path("calibration.png"))
+
+
+def _check_device(device: str) -> None:
+    """Check that there is such a device, and that it holds numbers.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    import torch
+
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"--device is {device!r}, which cannot be used: {error}") from error
 
 
 def _read(

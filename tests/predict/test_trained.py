@@ -374,3 +374,23 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = run(app, ["predict", "report", "p", "served.jsonl", "--tokenizer", "demo"])
     assert result.exit_code == 0, result.output
     assert Path("calibration.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--output", "file"], "--output: cannot write"),
+        (["--output", "p", "--device", "abacus"], "--device is 'abacus'"),
+        (["--output", "p", "--device", "meta"], "--device is 'meta'"),
+    ],
+)
+def test_wrong_options_are_errors_before_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    lines = [f'{{"prompt_tokens": 5, "output_tokens": {1 + i % 7}}}\n' for i in range(100)]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    result = CliRunner().invoke(app, ["predict", "train", "a.jsonl", *arguments])
+    assert isinstance(result.exception, ConfigError)
+    assert message in str(result.exception)
