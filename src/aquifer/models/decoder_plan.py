@@ -26,7 +26,7 @@ from aquifer.models.spec import (
     Mlp,
     Norm,
 )
-from aquifer.weights.checkpoint import Checkpoint, stored_dtype
+from aquifer.weights.checkpoint import Checkpoint, are_equal, stored_dtype
 from aquifer.weights.forms import RowOrder
 from aquifer.weights.parameters import Parameter, Source
 
@@ -43,14 +43,14 @@ class DecoderPlan:
     def __init__(
         self, spec: DecoderSpec, checkpoint: Checkpoint, dtype: torch.dtype | None
     ) -> None:
-        self.spec = spec
+        self._prefix = _stored_prefix(spec, checkpoint)
+        self._stored = checkpoint.tensors
+        spec = self.spec = self._as_stored(spec)
         self.vocab_size = spec.vocab_size
         self.max_model_len = spec.max_model_len
         self.kv_limits = spec.kv_limits
         self.has_reusable_kv = spec.has_reusable_kv
         self.kv_layout = spec.kv_layout(dtype or stored_dtype(checkpoint))
-        self._prefix = _stored_prefix(spec, checkpoint)
-        self._stored = checkpoint.tensors
         self.parameters = list(self._parameters())
         self.num_parameters = num_elements(self.parameters)
 
@@ -62,11 +62,30 @@ class DecoderPlan:
         """See `ModelPlan.build`."""
         return Decoder(self.spec, self.kv_layout, tensors)
 
+    def _as_stored(self, spec: DecoderSpec) -> DecoderSpec:
+        """The same decoder; its head is not tied if another weight is stored for it.
+
+        The tensors count more than the configuration, as in Transformers 5.
+        """
+        embed = self._stored.get(f"{self._prefix}{spec.names.embed}.weight")
+        head = self._stored.get(f"{spec.names.head}.weight")
+        if not spec.head.is_tied or embed is None or head is None or are_equal(embed, head):
+            return spec
+        # A tied weight has the factor of the head, which the scale of the embeddings takes back.
+        embed_scale = spec.embed_scale * spec.factors.head
+        return replace(spec, head=replace(spec.head, is_tied=False), embed_scale=embed_scale)
+
     def _parameters(self) -> Iterator[Parameter]:
         spec, names, factors = self.spec, self.spec.names, self.spec.factors
         hidden, rows = spec.hidden_size, spec.vocab_size
         embed_factor = factors.head if spec.head.is_tied else factors.embed
         stored = f"{self._prefix}{names.embed}.weight"
+        if (
+            spec.head.is_tied
+            and stored not in self._stored
+            and f"{names.head}.weight" in self._stored
+        ):
+            stored = f"{names.head}.weight"
         yield self._scaled("embed", (rows, hidden), stored, [(rows, embed_factor)])
         yield from self._norm(
             "embed_norm", f"{self._prefix}{names.embed_norm}", spec.embed_norm, hidden

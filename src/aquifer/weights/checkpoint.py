@@ -188,6 +188,26 @@ def read_into(stored: StoredTensor, target: Target) -> None:
         target.write(piece, start)
 
 
+def are_equal(first: StoredTensor, second: StoredTensor) -> bool:
+    """Whether two whole tensors have the same dtype, shape and bytes.
+
+    Raises:
+        ConfigError: a file ended early or cannot be read.
+    """
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    if (first.file, first.offset_bytes) == (second.file, second.offset_bytes):
+        return True
+    pieces = torch.empty(2, min(_CONVERT_BYTES, first.num_bytes), dtype=torch.uint8)
+    for start in range(0, first.num_bytes, _CONVERT_BYTES):
+        one, other = pieces[:, : first.num_bytes - start]
+        read_stretch(first, start, one)
+        read_stretch(second, start, other)
+        if not torch.equal(one, other):
+            return False
+    return True
+
+
 def read_config(folder: Path) -> Fields:
     """Read the `config.json` of a checkpoint directory.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -19,8 +19,10 @@ from transformers.core_model_loading import (
 )
 
 from aquifer.errors import ConfigError, UnsupportedModelError
-from aquifer.weights.checkpoint import Checkpoint
+from aquifer.weights.checkpoint import Checkpoint, are_equal
 from aquifer.weights.parameters import Parameter, Source
+
+Sources: TypeAlias = tuple[Source, ...]
 
 
 def tied_names(model: Any) -> dict[str, list[str]]:
@@ -32,23 +34,58 @@ def tied_names(model: Any) -> dict[str, list[str]]:
     return names
 
 
+def untie(
+    names: Mapping[str, Sequence[str]], filled: Mapping[str, Sources], checkpoint: Checkpoint
+) -> dict[str, list[str]]:
+    """The same names, but where other tensors are stored under two names of a parameter, it is two.
+
+    The tensors count more than the configuration, as in Transformers 5.
+
+    Args:
+        names: names of each parameter, keyed by the first of them.
+        filled: what `find_sources` returned.
+        checkpoint: the checkpoint with the stored tensors.
+    """
+    untied: dict[str, list[str]] = {}
+    for name, aliases in names.items():
+        kept = next((alias for alias in aliases if alias in filled), name)
+        untied[name] = []
+        for alias in aliases:
+            is_same = alias not in filled or _are_equal(filled[kept], filled[alias], checkpoint)
+            untied.setdefault(name if is_same else alias, []).append(alias)
+    return untied
+
+
+def _are_equal(first: Sources, second: Sources, checkpoint: Checkpoint) -> bool:
+    pairs = list(zip(first, second, strict=False))
+    return len(first) == len(second) and all(
+        one.index == other.index
+        and are_equal(checkpoint.tensors[one.name], checkpoint.tensors[other.name])
+        for one, other in pairs
+    )
+
+
 def map_parameters(
-    model: Any, names: Mapping[str, Sequence[str]], checkpoint: Checkpoint, architecture: str
+    model: Any,
+    names: Mapping[str, Sequence[str]],
+    filled: Mapping[str, Sources],
+    checkpoint: Checkpoint,
+    architecture: str,
 ) -> tuple[Parameter, ...]:
     """Find the stored tensors that fill each parameter; other stored tensors are ignored.
 
     Args:
         model: the model, without weights.
         names: names of each parameter, keyed by the first of them.
+        filled: what `find_sources` returned.
         checkpoint: the checkpoint with the stored tensors.
         architecture: for messages.
 
     Raises:
-        UnsupportedModelError: a parameter is stored in a form that copying alone cannot convert.
-        ConfigError: a tensor is missing, or has another shape.
+        UnsupportedModelError: a parameter holds no floating-point numbers.
+        ConfigError: a tensor is missing.
     """
     state = model.state_dict(keep_vars=True)
-    filled = _fill(model, state, checkpoint, architecture)
     # Transformers has no public function for the parameters that it keeps in another dtype.
     exact_dtypes = model._get_dtype_plan(next(model.parameters()).dtype)
     parameters = []
@@ -77,19 +114,27 @@ def _contains(name: str, pattern: str) -> bool:
     return re.search(pattern.replace("*", ".*"), name) is not None
 
 
-def _fill(
-    model: Any, state: Mapping[str, torch.Tensor], checkpoint: Checkpoint, architecture: str
-) -> dict[str, tuple[Source, ...]]:
+def find_sources(model: Any, checkpoint: Checkpoint, architecture: str) -> dict[str, Sources]:
     """Find the sources of each name of the state by the rules of Transformers' own loader.
 
     The order is that of `convert_and_load_state_dict_in_model`: renamings, then at most one
     conversion, then the prefix of the base model is added or removed.
+
+    Args:
+        model: the model, without weights.
+        checkpoint: the checkpoint with the stored tensors.
+        architecture: for messages.
+
+    Raises:
+        UnsupportedModelError: a parameter is stored in a form that copying alone cannot convert.
+        ConfigError: the stored tensors of a parameter do not fit together.
     """
+    state = model.state_dict(keep_vars=True)
     transforms = get_model_conversion_mapping(model)
     renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
     prefix = model.base_model_prefix
-    filled: dict[str, tuple[Source, ...]] = {}
+    filled: dict[str, Sources] = {}
     # To convert: parameter -> pattern -> the stored tensors that match it, in natural order.
     collected: dict[str, dict[str, list[_Piece]]] = {}
     for stored_name in sorted(checkpoint.tensors, key=dot_natural_key):

@@ -13,7 +13,12 @@ from aquifer.errors import UnsupportedModelError, as_config_error
 from aquifer.models.base import num_elements
 from aquifer.models.transformers.config import load_config, read_max_model_len
 from aquifer.models.transformers.layout import read_kv_layout
-from aquifer.models.transformers.mapping import map_parameters, tied_names
+from aquifer.models.transformers.mapping import (
+    find_sources,
+    map_parameters,
+    tied_names,
+    untie,
+)
 from aquifer.models.transformers.model import TransformersModel
 from aquifer.models.transformers.probe import probe
 from aquifer.models.transformers.skeleton import make_skeleton, set_tensor
@@ -52,9 +57,10 @@ class TransformersPlan:
             _check_modules(skeleton, self._architecture)
             self.vocab_size = int(skeleton.get_input_embeddings().weight.shape[0])
             self.kv_layout = read_kv_layout(skeleton, self._dtype, self._architecture)
-            self._tied_names = tied_names(skeleton)
+            filled = find_sources(skeleton, checkpoint, self._architecture)
+            self._tied_names = untie(tied_names(skeleton), filled, checkpoint)
             self.parameters = map_parameters(
-                skeleton, self._tied_names, checkpoint, self._architecture
+                skeleton, self._tied_names, filled, checkpoint, self._architecture
             )
             self.num_parameters = num_elements(self.parameters)
 
