@@ -226,6 +226,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"model.safetensors is truncated or no safetensors file",
     ),
     "unknown dtype": (lambda f: _entry(f, dtype="F4"), r"'weight' has the unknown dtype 'F4'"),
+    "unknown dtype of a long name": (
+        lambda f: _header(f, b'{"%s":{"dtype":"%s"}}' % (b"w" * 10_000, b"F" * 10_000)),
+        r"tensor 'w{197}\.\.\.' has the unknown dtype 'F{197}\.\.\.'$",
+    ),
     "dtype of another kind": (lambda f: _entry(f, dtype=["F32"]), r"damaged safetensors header"),
     "shape and bytes differ": (
         lambda f: _entry(f, shape=[3]),

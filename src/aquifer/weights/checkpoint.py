@@ -40,6 +40,7 @@ _MAX_HEADER_BYTES = 100 << 20  # the limit that the format's own library has
 _CONVERT_BYTES = 8 << 20  # scratch buffer for tensors that are converted, transposed or decoded
 _MOST_DIMS = 64  # dimensions of a tensor of torch
 _MOST_NAME_BYTES = 255  # of a file, in the file systems of Linux
+_MOST_SHOWN = 200  # characters of a tensor's name in a message
 _MOST_NAMED = 3  # names of missing files in one message
 
 
@@ -328,33 +329,39 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
         RecursionError,
     ) as error:
         raise ConfigError(
-            f"{file} has a damaged safetensors header ({type(error).__name__}: {error}); "
-            "download it again"
+            f"{file} has a damaged safetensors header ({one_line(error)}); download it again"
         ) from error
 
 
 def _stored_tensor(
     file: Path, name: str, entry: dict[str, Any], data_start: int, file_bytes: int
 ) -> StoredTensor:
+    label = _quoted(name)
     if entry["dtype"] not in _DTYPES:
-        raise ConfigError(f"{file}: tensor {name!r} has the unknown dtype {entry['dtype']!r}")
+        raise ConfigError(f"{file}: tensor {label} has the unknown dtype {_quoted(entry['dtype'])}")
     dtype = _DTYPES[entry["dtype"]]
     if len(entry["shape"]) > _MOST_DIMS:
-        raise ConfigError(f"{file}: tensor {name!r} has more than {_MOST_DIMS} dimensions")
+        raise ConfigError(f"{file}: tensor {label} has more than {_MOST_DIMS} dimensions")
     shape = tuple(int(n) for n in entry["shape"])
     begin, end = (int(n) for n in entry["data_offsets"])
     num_bytes = math.prod(shape) * dtype.itemsize
     if min((begin, *shape)) < 0 or end - begin != num_bytes:
         raise ConfigError(
-            f"{file}: tensor {name!r} of shape {list(shape)} takes {num_bytes} bytes, the header "
+            f"{file}: tensor {label} of shape {list(shape)} takes {num_bytes} bytes, the header "
             f"gives it {end - begin}; download it again"
         )
     if data_start + end > file_bytes:
         raise ConfigError(
-            f"{file} is truncated: tensor {name!r} ends at byte {data_start + end}, the file at "
+            f"{file} is truncated: tensor {label} ends at byte {data_start + end}, the file at "
             f"{file_bytes}; download it again"
         )
     return StoredTensor(file, dtype, shape, data_start + begin, num_bytes)
+
+
+def _quoted(name: str) -> str:
+    """A name in a file, of any length, as messages show it."""
+    is_long = len(name) > _MOST_SHOWN
+    return repr(name[: _MOST_SHOWN - 3] + "..." if is_long else name)
 
 
 def read_range(file: Path, offset_bytes: int, out: torch.Tensor) -> None:
