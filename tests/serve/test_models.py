@@ -46,6 +46,12 @@ def test_impossible_defaults_are_a_config_error(tmp_path: Path, content: object)
         sampling_defaults(tmp_path)
 
 
+def test_defaults_in_lists_within_lists_are_a_config_error(tmp_path: Path):
+    (tmp_path / "generation_config.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=r"generation_config\.json: no valid JSON"):
+        sampling_defaults(tmp_path)
+
+
 def test_a_checkpoint_without_a_tokenizer_takes_token_ids_only(tmp_path: Path):
     model = TextModel.load(ModelSpec("bare", tmp_path))
     assert model.tokenizer is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from aquifer.config import ModelSpec
 from aquifer.engine.params import SamplingParams
 from aquifer.errors import ConfigError, RequestError
+from aquifer.fields import read_fields
 from aquifer.text import Tokenizer
 
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -67,11 +67,11 @@ def sampling_defaults(folder: Path) -> dict[str, Any]:
     file = folder / "generation_config.json"
     if not file.is_file():
         return {}
+    fields = read_fields(file)
+    defaults = {name: fields.values[name] for name in _DEFAULTS if name in fields}
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        defaults = {name: content[name] for name in _DEFAULTS if content.get(name) is not None}
         SamplingParams(**defaults)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError) as error:
         raise ConfigError(f"cannot use {file}: {error}") from error
     return defaults
 
