@@ -151,6 +151,10 @@ def test_values_are_returned_as_their_kind() -> None:
     assert fields.integer("null", 1, 2, default=5) == 5
     assert fields.text("missing", default="") == ""
     assert fields.section("in").integer("a", 0, 9) == 3
+    assert fields.flag("null", default=True) is False
+    assert fields.with_defaults({"null": True}).flag("null", default=True) is False
+    assert fields.with_defaults({}).flag("null", default=True) is False
+    assert fields.flag("missing", default=True) is True
     assert "null" not in fields
     assert list(fields) == ["one", "list", "flag", "in"]
     assert fields.with_defaults({"one": 7, "null": 8}).values == {

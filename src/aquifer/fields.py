@@ -4,7 +4,7 @@ A file is refused as a whole if it is too large, is not valid JSON or holds no o
 refused if its type or its value is not what its reader asks for. Every message names the file and
 the field, and says what would be valid. No check takes longer for a larger value.
 
-As in Transformers, a field that is null counts as absent.
+As in Transformers, a field that is null counts as absent, and a flag that is null is false.
 """
 
 from __future__ import annotations
@@ -107,8 +107,12 @@ class Fields:
         return (name for name in self.values if name in self)
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> Fields:
-        """The same fields, and defaults for those that are absent."""
-        given = {name: self.values[name] for name in self}
+        """The same fields, and defaults for those that are absent; a flag that is null is not."""
+        given = {
+            name: value
+            for name, value in self.values.items()
+            if value is not None or isinstance(defaults.get(name), bool | None)
+        }
         return Fields(self.file, {**defaults, **given}, self._prefix)
 
     def replaced(self, values: Mapping[str, Any]) -> Fields:
@@ -124,8 +128,8 @@ class Fields:
         """
         if name not in self.values:
             return ConfigError(f"{self.file} lacks {self._named(name)}, which must be {valid}")
-        shown = _shown(self.values[name])
-        return ConfigError(f"{self.file}: {self._named(name)} is {shown}; it must be {valid}")
+        found = _shown(self.values[name])
+        return ConfigError(f"{self.file}: {self._named(name)} is {found}; it must be {valid}")
 
     def integer(self, name: str, least: int, most: int, default: int | None = None) -> int:
         """A whole number; required without a default.
@@ -187,12 +191,14 @@ class Fields:
         return tuple(map(float, value))
 
     def flag(self, name: str, default: bool) -> bool:
-        """True or false.
+        """True or false; false if it is null.
 
         Raises:
             ConfigError: it is something else.
         """
-        value = self.values[name] if name in self else default
+        value = self.values.get(name, default)
+        if value is None:
+            return False
         if not isinstance(value, bool):
             raise self.error(name, "true or false")
         return value

@@ -156,7 +156,7 @@ def test_queries_are_compressed_unless_the_rank_is_null() -> None:
         ("deepseek_v2", {"qk_nope_head_dim": -1}, "qk_nope_head_dim is -1"),
         ("deepseek_v2", {"v_head_dim": 1.5}, "v_head_dim is 1.5"),
         ("deepseek_v2", {"num_key_value_heads": 4}, "num_key_value_heads is 4; .* the 16 heads"),
-        ("deepseek_v2", {"num_experts_per_tok": None}, "lacks num_experts_per_tok, which must be"),
+        ("deepseek_v2", {"num_experts_per_tok": None}, "num_experts_per_tok is null; it must be"),
         ("deepseek_v2", {"num_experts_per_tok": 65}, "num_experts_per_tok is 65; .* to 64"),
         ("deepseek_v2", {"n_shared_experts": 0}, "n_shared_experts is 0"),
         ("deepseek_v2", {"n_shared_experts": 4096}, "n_shared_experts is 4096; .* at most 744"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -14,17 +15,20 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tests.architectures import (
     GQA,
+    HYBRIDS,
     MAX_TOKENS,
     ORIGINAL_TOKENS,
     OUR_DECODER,
     TRANSFORMERS,
+    VOCAB_SIZE,
     WINDOW_TOKENS,
     save_tiny,
 )
+from tests.models.serving import loaded_weights, served_logits
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from aquifer.cache.base import KVLayout, LayerKV, StateLayout, StateTensor
-from aquifer.errors import UnsupportedModelError
+from aquifer.errors import ConfigError, UnsupportedModelError
 from aquifer.fields import Fields
 from aquifer.models import Planner, plan_model
 from aquifer.models.decoder_plan import DecoderPlan
@@ -153,6 +157,66 @@ def test_entries_that_a_model_type_does_not_read(name: str, changes: dict[str, A
         plain.mlp,
         plain.layers,
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("smollm3", {"use_sliding_window": False}),  # the types of its layers are given
+        ("gemma3_text", {"attn_logit_softcapping": 0.5}),
+        ("deepseek_v2", {"mlp_bias": True}),
+        ("deepseek_v3", {"rope_interleave": None}),
+        ("deepseek_v3", {"norm_topk_prob": None}),
+        ("falcon_h1-gate-first", {"mamba_norm_before_gate": None}),
+        ("phi3-longrope", {"original_max_position_embeddings": 64}),  # not that of the settings
+        ("phi3-longrope", {"original_max_position_embeddings": None}),
+    ],
+)
+def test_entries_are_read_as_transformers_does(
+    name: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Entries of a file that the configuration classes would write otherwise."""
+    values = json.loads((OUR_DECODER | HYBRIDS)[name]().to_json_string(use_diff=False)) | changes
+    if name == "phi3-longrope" and None in changes.values():
+        del values["original_max_position_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    reference = save_tiny(transformers.AutoConfig.from_pretrained(tmp_path), tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    ids = torch.randint(3, VOCAB_SIZE, (11,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = reference(ids[None], use_cache=False).logits[0]
+    checkpoint = Checkpoint.open(tmp_path)
+    plan = plan_model(checkpoint)
+    with loaded_weights(checkpoint, plan) as weights:
+        (ours,) = served_logits(plan.build(weights), [ids], state_layout=plan.state_layout())
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_factor_of_longrope() -> None:
+    config = OUR_DECODER["phi3-longrope"]()
+    config.rope_parameters["factor"] = 9.0  # in place of the lengths' ratio
+    spec = FAMILIES["phi3"](Fields(Path("config.json"), config.to_dict()), "Phi3")
+    _, magnitude = ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"))
+    assert spec.ropes[0].magnitude == pytest.approx(magnitude)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("zamba2", {"hybrid_layer_ids": [3, 2, 1]}, "hybrid_layer_ids is a list; it must be .1, 2"),
+        ("falcon_h1-norm", {"lm_head_multiplier": 0.0}, "lm_head_multiplier is 0.0; it must be"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "attention is not causal"),
+        ("mamba2", {"hidden_act": "relu"}, "hidden_act 'relu' is not silu.* recurrent state"),
+    ],
+)
+def test_entries_that_are_refused(
+    name: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """With the reason of our decoder, also where Transformers is asked next."""
+    values = json.loads((OUR_DECODER | HYBRIDS)[name]().to_json_string(use_diff=False)) | changes
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=message):
+        plan_model(Checkpoint.without_tensors(tmp_path))
 
 
 @pytest.mark.parametrize("field", ["swiglu_alpha", "swiglu_limit"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import TypeAlias
 
 import torch
@@ -34,13 +33,21 @@ def plan_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> Mode
     from aquifer.models.families import FAMILIES
 
     family = FAMILIES.get(checkpoint.fields.text("model_type"))
+    own: UnsupportedModelError | None = None
     if family is not None:
         from aquifer.models.decoder_plan import DecoderPlan
 
-        # What our decoder does not implement, Transformers may.
-        with suppress(UnsupportedModelError):
+        try:
             spec = family(checkpoint.fields, checkpoint.architecture)
             return DecoderPlan(spec, checkpoint, dtype)
+        except UnsupportedModelError as error:  # what our decoder lacks, Transformers may have
+            own = error
     from aquifer.models.transformers import TransformersPlan
 
-    return TransformersPlan(checkpoint, dtype)
+    try:
+        return TransformersPlan(checkpoint, dtype)
+    except UnsupportedModelError as error:
+        if own is None or own.reason == error.reason:
+            raise
+        reason = f"{own.reason}; and the code of Transformers cannot be used, as {error.reason}"
+        raise UnsupportedModelError(checkpoint.architecture, reason) from error

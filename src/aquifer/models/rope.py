@@ -16,6 +16,7 @@ from aquifer.kernels.rotary import rotary_angles
 from aquifer.models.limits import LEAST_POSITIONS, MOST_POSITIONS
 
 _KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_SCALED_FROM_ORIGINAL = ("llama3", "yarn", "longrope")
 _ORIGINAL = "original_max_position_embeddings"
 _LEAST, _MOST = 1e-6, 1e6
 """Bounds of factors and weights; real ones are between 0.1 and 100."""
@@ -62,19 +63,22 @@ class RotarySettings:
         Raises:
             ConfigError: the kind of scaling is unknown, or a parameter is missing or impossible.
         """
+        is_whole = fields is None
         if fields is None:
             fields = rope_section(config)
         for name in fields:
             if isinstance(fields.values[name], dict):
                 raise fields.error(name, "a number or a text, as all layers have the same settings")
-        if _ORIGINAL in config:
-            fields = fields.with_defaults({_ORIGINAL: config.values[_ORIGINAL]})
         kind_name = "type" if "type" in fields and "rope_type" not in fields else "rope_type"
         kind = fields.text(kind_name, default="default")
         if kind == "su":  # an older name
             kind = "longrope"
         if kind not in _KINDS:
             raise fields.error(kind_name, f"one of {', '.join(_KINDS)}")
+        if _ORIGINAL in config:
+            original = {_ORIGINAL: config.values[_ORIGINAL]}
+            is_first = is_whole and kind in _SCALED_FROM_ORIGINAL  # as in Transformers
+            fields = fields.replaced(original) if is_first else fields.with_defaults(original)
         if kind == "dynamic" and head_dim == 2:
             raise fields.error(kind_name, "of another kind for heads of 2 dimensions")
         partial = (fields if "partial_rotary_factor" in fields else config).number(
@@ -101,14 +105,12 @@ class RotarySettings:
         elif kind == "yarn":
             frequencies, magnitude = _yarn(frequencies, theta, max_positions, fields)
         elif kind == "longrope":
-            original = (fields if _ORIGINAL in fields else config).integer(
-                _ORIGINAL, LEAST_POSITIONS, MOST_POSITIONS
-            )
+            original_tokens = fields.integer(_ORIGINAL, LEAST_POSITIONS, MOST_POSITIONS)
             powers = theta ** _exponents(head_dim)
             frequencies = 1.0 / (_factors(fields, "short_factor", head_dim) * powers)
-            magnitude = _longrope_magnitude(original, max_positions, fields)
-            if original < max_positions:
-                switch_tokens = original
+            magnitude = _longrope_magnitude(original_tokens, max_positions, fields)
+            if original_tokens < max_positions:
+                switch_tokens = original_tokens
                 long_frequencies = 1.0 / (_factors(fields, "long_factor", head_dim) * powers)
         return cls(
             max_positions=max_positions,
@@ -237,7 +239,7 @@ def _longrope_magnitude(original: int, max_positions: int, fields: Fields) -> fl
     """Attention magnitude of LongRoPE, the same for short and for long contexts."""
     if "attention_factor" in fields:
         return fields.number("attention_factor", _LEAST, _MOST)
-    factor = max_positions / original
+    factor = _factor(fields) if "factor" in fields else max_positions / original
     return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
 

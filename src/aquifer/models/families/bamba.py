@@ -140,6 +140,10 @@ def read_falcon(fields: Fields, architecture: str) -> DecoderSpec:
     bias = known.flag("attention_bias", default=False)
     is_tied = known.flag("tie_word_embeddings", default=False)
     embed, head = _factor(known, "embedding_multiplier"), _factor(known, "lm_head_multiplier")
+    if is_tied and abs(head) < 1 / _MOST_FACTOR:
+        raise known.error(
+            "lm_head_multiplier", "other than 0, as the embedding has that factor too"
+        )
     gate, down = _factors(known, "mlp_multipliers", 2)
     return DecoderSpec(
         vocab_size=sizes.vocab_size,

@@ -78,6 +78,8 @@ def read(fields: Fields, architecture: str) -> DecoderSpec:
     """
     if fields.values.get("quantization_config"):
         raise UnsupportedModelError(architecture, "its weights are quantised")
+    if _is_second(fields) and fields.flag("mlp_bias", default=False):
+        raise UnsupportedModelError(architecture, "its MLPs have biases (mlp_bias)")
     known = fields.with_defaults({**_DEFAULTS[fields.text("model_type")], **_COMPRESSED})
     attention = _attention(fields, known, architecture)
     # The rotary embedding knows nothing of the other dimensions of a head.

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from aquifer.errors import UnsupportedModelError
 from aquifer.fields import Fields
 from aquifer.models.families import reading
 from aquifer.models.limits import MOST_LAYERS
@@ -86,6 +87,8 @@ def read(fields: Fields, architecture: str) -> DecoderSpec:
 
 def read_third(fields: Fields, architecture: str) -> DecoderSpec:
     """Read a configuration of Gemma 3: two rotary embeddings, and norms of queries and keys."""
+    if fields.flag("use_bidirectional_attention", default=False):
+        raise UnsupportedModelError(architecture, "its attention is not causal")
     known = fields.with_defaults(
         {**_DEFAULTS["gemma3_text"], "tie_word_embeddings": True, "rms_norm_eps": 1e-6}
     )
@@ -106,8 +109,7 @@ def read_third(fields: Fields, architecture: str) -> DecoderSpec:
             sizes.attention,
             qkv_bias=has_bias,
             out_bias=has_bias,
-            head_norm=HeadNorm(norm),
-            softcap=_softcap(known, "attn_logit_softcapping"),
+            head_norm=HeadNorm(norm),  # and no softcap, whatever the file says, as in Transformers
         ),
         mlp=Mlp(
             reading.read_width(known),

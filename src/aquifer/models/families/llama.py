@@ -84,7 +84,9 @@ def _layers(fields: Fields, known: Fields, sizes: reading.Sizes) -> tuple[Layer,
     """
     model_type = known.text("model_type")
     is_null = "sliding_window" in fields.values and "sliding_window" not in fields
-    uses_window = known.flag("use_sliding_window", default=False) and not is_null
+    # The mask of SmolLM3 follows from the types of layers, where they are given.
+    is_given = model_type == "smollm3" and "layer_types" in known
+    uses_window = not is_null and (is_given or known.flag("use_sliding_window", default=False))
     window = reading.read_window(known) if uses_window else None
     rotates = (True,) * sizes.num_layers
     if model_type == "smollm3":

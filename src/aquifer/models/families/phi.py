@@ -9,6 +9,12 @@ from aquifer.models.families import reading
 from aquifer.models.rope import RotarySettings
 from aquifer.models.spec import Block, DecoderSpec, Head, HeadNorm, Mlp, Names
 
+_THIRD_DEFAULTS = {
+    "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+}
+
 
 def read(fields: Fields, architecture: str) -> DecoderSpec:
     """Read a configuration of Phi."""
@@ -51,7 +57,7 @@ def read(fields: Fields, architecture: str) -> DecoderSpec:
 
 def read_third(fields: Fields, architecture: str) -> DecoderSpec:
     """Read a configuration of Phi-3, Phi-3.5 or Phi-4: as Llama, with projections stored fused."""
-    known = fields.with_defaults({"max_position_embeddings": 4096, "rms_norm_eps": 1e-5})
+    known = fields.with_defaults(_THIRD_DEFAULTS)
     sizes = reading.read_sizes(known)
     norm = reading.rms_norm(known, default=1e-5)
     rope = RotarySettings.read(known, sizes.head_dim, sizes.max_positions)

@@ -122,7 +122,11 @@ def _read_hybrids(known: Fields, num_layers: int) -> tuple[int, ...]:
     if len(kinds) != num_layers or not {reading.LINEAR, _HYBRID}.issuperset(kinds):
         valid = f'"{reading.LINEAR}" or "{_HYBRID}"'
         raise known.error(name, f"a list of {valid} for each of {num_layers} layers")
-    return tuple(index for index, kind in enumerate(kinds) if kind == _HYBRID)
+    hybrids = tuple(index for index, kind in enumerate(kinds) if kind == _HYBRID)
+    given = known.integers("hybrid_layer_ids", 0, MOST_LAYERS)
+    if given and given != hybrids:
+        raise known.error("hybrid_layer_ids", f"{list(hybrids)}, the hybrid ones of {name}")
+    return hybrids
 
 
 def _mixer(known: Fields, hidden_size: int, *, has_bias: bool) -> Mamba2:
