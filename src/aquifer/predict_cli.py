@@ -69,10 +69,6 @@ def _train(
         raise ConfigError(f"--output: cannot write {output}: {error.strerror}") from error
     _check_device(device)
     split, fingerprint = _read(files, tokenizer, hold_out or [])
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--output: cannot make {output}: {error.strerror}") from error
     config = PredictorConfig(encoder, fingerprint, reads_prompts=bool(fingerprint))
 
     def prepare(predictor: LengthPredictor) -> None:

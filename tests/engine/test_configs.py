@@ -156,7 +156,8 @@ BAD: list[Bad] = [
         {"vocab_size": 600_000},
         r"vocab_size is 600000; it must be .* to 524287$",
     ),  # cannot be sampled
-    *each(REQUIRED, [ABSENT, None], r"config\.json lacks NAME, which must be " + WHOLE),
+    *each(REQUIRED, [ABSENT], r"config\.json lacks NAME, which must be " + WHOLE),
+    *each(REQUIRED, [None], IS + WHOLE),
     *each(FLAGS, [0, 1.0, "true", [], {}], IS + "true or false"),
     *each(["rms_norm_eps"], NO_NUMBERS, IS + "a number from 1e-30 to 1$"),
     *each(["rope_theta"], NO_NUMBERS, IS + r"a number from 2 to 1e\+30$"),

@@ -364,7 +364,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:  # the file is there, and nothing is trained
         patched.setattr("aquifer.predict.train.train", None)
         refused = run(app, [*arguments, "--tokenizer", "demo", "--output", "served.jsonl"])
-    assert "--output: cannot make served.jsonl: File exists" in str(refused.exception)
+    assert "--output: cannot write served.jsonl: File exists" in str(refused.exception)
     result = run(app, [*arguments, "--tokenizer", "demo"])
     assert result.exit_code == 0, result.output
     assert "mean absolute error" in result.output
