@@ -128,7 +128,7 @@ def test_misuse_is_told():
 
 
 def test_calls_after_close_are_told():
-    """Whose addresses may be others' by then."""
+    """After `close`, its addresses may belong to other memory, so each call is refused."""
     with _open() as kv:
         reqid = kv.alloc_reqid()
     kv.close()

@@ -260,7 +260,7 @@ def test_a_server_that_comes_back_when_another_one_has_taken_its_place(
 
 
 def test_why_a_worker_cannot_start_is_logged(ray: Ray, caplog: pytest.LogCaptureFixture) -> None:
-    """Of an error in its process, Ray's text begins with where it ran."""
+    """Ray puts the place where a call ran before the text of its error, which is left out here."""
     error = ConfigError("Ray was started without a token")
 
     async def start() -> Address:
