@@ -61,6 +61,7 @@ quarter of the total time.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -362,6 +363,16 @@ MIN_DOT = 16
 def pow2(number: int, at_least: int = 1) -> int:
     """Return the next power of two, as Triton requires of block sizes."""
     return max(1 << (number - 1).bit_length(), at_least)
+
+
+def row_unit(rows: torch.Tensor) -> int:
+    """The largest power of two, up to 16, that divides the distance of a tensor's rows.
+
+    A kernel reads 16 bytes at a time only where Triton knows that each row is aligned. It looks for
+    multiples of 16 elements, but 8 of two bytes would do. So a kernel is given the distance in
+    units, and the unit as a constant.
+    """
+    return math.gcd(rows.stride(0), 16)
 
 
 def runs_triton(tensor: torch.Tensor) -> bool:

@@ -24,6 +24,7 @@ from aquifer.kernels._triton import (
     launch,
     launch_options,
     release_successor,
+    row_unit,
     runs_triton,
     tensor,
     tl,
@@ -34,7 +35,7 @@ from aquifer.kernels.span_chunks import count_chunks, find_chunk, wide_dtype
 Activation = Literal["silu"]
 
 _UPDATE_CHANNELS = 256
-_CHUNK_CHANNELS = 256
+_CHUNK_CHANNELS = 128
 _CHUNK_TOKENS = 32
 
 
@@ -181,7 +182,7 @@ def conv_chunks(
         conv_chunks_reference(x, weight, bias, state, spans, out, activation=activation)
         return
     _check(x, weight, bias, state, out)
-    num_channels = x.shape[1]
+    num_channels, x_unit = x.shape[1], row_unit(x)
     grid = (count_chunks(spans, _CHUNK_TOKENS), -(-num_channels // _CHUNK_CHANNELS))
     arguments = (
         x,
@@ -193,7 +194,7 @@ def conv_chunks(
         spans.device_offsets,
         out,
         len(spans.slots),
-        x.stride(0),
+        x.stride(0) // x_unit,
         state.stride(0),
         out.stride(0),
     )
@@ -201,6 +202,7 @@ def conv_chunks(
         _chunks_kernel,
         grid,
         *arguments,
+        x_unit=x_unit,
         num_channels=num_channels,
         taps=weight.shape[1],
         tokens=_CHUNK_TOKENS,
@@ -306,9 +308,10 @@ def _chunks_kernel(
     offsets: tensor,
     out: tensor,
     num_spans: tensor,
-    x_stride: tensor,
+    x_units: tensor,
     state_stride: tensor,
     out_stride: tensor,
+    x_unit: constexpr,
     num_channels: constexpr,
     taps: constexpr,
     tokens: constexpr,
@@ -336,7 +339,7 @@ def _chunks_kernel(
             source = row - (taps - 1) + tap
             is_own = is_row & (source >= begin)
             value = tl.load(
-                x + source[:, None] * x_stride + channel[None, :],
+                x + source[:, None] * (x_units * x_unit) + channel[None, :],
                 mask=is_own[:, None] & inside[None, :],
                 other=0.0,
             )

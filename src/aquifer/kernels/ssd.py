@@ -14,9 +14,10 @@ Chunks of several tokens are computed by matrix products (section 6). With cs th
     h'   = exp(cs[L - 1]) h + sum over s of exp(cs[L - 1] - cs[s]) dt[s] x[s] b[s]^T
 
 in three launches: what all chunks add to the state (the second term of h'), the states before all
-chunks, and y. Between them, states are in the dtype of x: 100 MB for 8192 tokens, 24 heads, P 128
-and N 256. One launch in which programs keep their part of the state in registers along a span took
-845 us in place of 500 for 4 x 2048 tokens of that shape, on an H200.
+chunks, and y. The first one computes c[l] . b[s] too, once for all heads of a group. Between them,
+states are in the dtype of x: 100 MB for 8192 tokens, 24 heads, P 128 and N 256. One launch in which
+programs keep their part of the state in registers along a span took 845 us in place of 500 for
+4 x 2048 tokens of that shape, on an H200.
 
 Single tokens (`ssd_update.py`) write the state every few tokens only. Chunks begin with what those
 before them left pending, and leave a state that has all tokens.
@@ -29,6 +30,8 @@ columns of one tensor. Head h reads group h // (H / G) of b and c. `a_log`, `d` 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
@@ -39,6 +42,7 @@ from aquifer.kernels._triton import (
     jit_once,
     launch,
     pow2,
+    row_unit,
     runs_triton,
     tensor,
     tl,
@@ -51,10 +55,22 @@ from aquifer.kernels.ssd_update import Pending, check_inputs, count_pending, tim
 _CHUNK_TOKENS = 128
 """Tokens of a chunk, for 16-bit types. With half of them, there are twice as many states."""
 
-_OUT_WARPS, _OUT_STAGES = 8, 2
-"""Warps and stages of the programs of the third launch, for 16-bit types."""
 
-_PASS_TILE = 256
+@dataclass(frozen=True, slots=True)
+class _Config:
+    """Tiles of a launch, for 16-bit types: dimensions of a head, and numbers of a row of the state
+    that are read at a time; warps and stages."""
+
+    p_block: int
+    n_block: int
+    num_warps: int
+    num_stages: int
+
+
+_ADDED = _Config(128, 256, 8, 1)
+_OUT, _OUT_TOKENS = _Config(128, 64, 8, 3), 64
+_PASS_TILE, _PASS_WARPS = 1024, 4
+_SCORE_NUMBERS = 64  # of b and c that are in shared memory at a time, for c[l] . b[s]
 
 
 def scan_chunks_reference(
@@ -162,44 +178,42 @@ def scan_chunks(
     tokens = 32 if is_wide else _CHUNK_TOKENS
     num_chunks = count_chunks(spans, tokens)
     states = x.new_empty(num_chunks, num_heads, head_dim, size)
-    # exp of the sum over the whole chunk.
-    decays = torch.empty(num_chunks, num_heads, dtype=torch.float32, device=x.device)
+    # Of each chunk: steps, sums of their exponents, and c[l] . b[s].
+    steps = x.new_empty(num_chunks, num_heads, tokens, dtype=torch.float32)
+    totals = torch.empty_like(steps)
+    scores = x.new_empty(num_chunks, num_groups, tokens, tokens, dtype=torch.float32)
     shapes = {
         "head_dim": head_dim,
         "size": size,
         "heads_per_group": num_heads // num_groups,
         "num_heads": num_heads,
         "tokens": tokens,
-        "has_bias": dt_bias is not None,
         "precision": "ieee" if is_wide else "tf32",
     }
-    inputs = (
-        x,
-        dt,
-        a_log,
-        b,
-        dt_bias,
-        spans.device_offsets,
-        states,
-        decays,
-        num_spans,
-        x.stride(0),
-        dt.stride(0),
-        b.stride(0),
-        dt_limit[0],
-        dt_limit[1],
-    )
-    p_block = min(pow2(head_dim, MIN_DOT), 32 if is_wide else 128)
-    n_block = min(pow2(size, MIN_DOT), 32 if is_wide else 256)
+    chunks = (x, c, states, steps, totals, scores, spans.device_offsets, num_spans)
+    p_block = min(pow2(head_dim, MIN_DOT), 32 if is_wide else _ADDED.p_block)
+    n_block = min(pow2(size, MIN_DOT), 32 if is_wide else _ADDED.n_block)
     launch(
         _added_kernel,
         (-(-head_dim // p_block) * -(-size // n_block), num_heads, num_chunks),
-        *inputs,
+        *chunks,
+        b,
+        dt,
+        dt_bias,
+        a_log,
+        x.stride(0),
+        c.stride(0),
+        b.stride(0),
+        dt.stride(0),
+        dt_limit[0],
+        dt_limit[1],
+        has_bias=dt_bias is not None,
         **shapes,
         p_block=p_block,
         n_block=n_block,
-        num_warps=4 if is_wide else 8,
-        num_stages=1,
+        m_block=min(n_block, _SCORE_NUMBERS),
+        num_warps=4 if is_wide else _ADDED.num_warps,
+        num_stages=_ADDED.num_stages,
     )
     tile = min(_PASS_TILE, pow2(head_dim * size))
     launch(
@@ -211,7 +225,7 @@ def scan_chunks(
         pending.steps,
         a_log,
         states,
-        decays,
+        totals,
         spans.device_slots,
         spans.device_starts,
         spans.device_offsets,
@@ -226,31 +240,36 @@ def scan_chunks(
         num_places=pending.num_places,
         tokens=tokens,
         tile=tile,
-        num_warps=4,
+        num_warps=_PASS_WARPS,
     )
+    p_block = min(pow2(head_dim, MIN_DOT), 32 if is_wide else _OUT.p_block)
+    t_block = tokens if is_wide else _OUT_TOKENS
+    gate_unit = 1 if gate is None else row_unit(gate)
     launch(
         _out_kernel,
-        (-(-head_dim // p_block), num_heads, num_chunks),
-        *inputs,
-        c,
+        (-(-head_dim // p_block) * (tokens // t_block), num_heads, num_chunks),
+        *chunks,
         d,
         gate,
         out,
         spans.device_slots,
         pending.steps,
+        x.stride(0),
         c.stride(0),
-        0 if gate is None else gate.stride(0),
+        0 if gate is None else gate.stride(0) // gate_unit,
         out.stride(0),
         pending.steps.stride(0),
+        gate_unit=gate_unit,
         num_places=pending.num_places,
         places_pow2=pow2(pending.num_places),
         has_d=d is not None,
         has_gate=gate is not None,
         **shapes,
+        t_block=t_block,
         p_block=p_block,
-        n_block=min(n_block, 64),
-        num_warps=4 if is_wide else _OUT_WARPS,
-        num_stages=_OUT_STAGES,
+        n_block=min(pow2(size, MIN_DOT), 32 if is_wide else _OUT.n_block),
+        num_warps=4 if is_wide else _OUT.num_warps,
+        num_stages=_OUT.num_stages,
     )
 
 
@@ -277,33 +296,41 @@ def _chunk_steps(
     return step, tl.cumsum(step * rate, axis=0)
 
 
-@jit_once(counts=["num_spans"], indices=["offsets", "x", "dt", "b"])
+@jit_once(counts=["num_spans"], indices=["offsets"])
 def _added_kernel(
     x: tensor,
-    dt: tensor,
-    a_log: tensor,
-    b: tensor,
-    dt_bias: tensor,
-    offsets: tensor,
+    c: tensor,
     states: tensor,
-    decays: tensor,
+    steps: tensor,
+    totals: tensor,
+    scores: tensor,
+    offsets: tensor,
     num_spans: tensor,
+    b: tensor,
+    dt: tensor,
+    dt_bias: tensor,
+    a_log: tensor,
     x_stride: tensor,
-    dt_stride: tensor,
+    c_stride: tensor,
     b_stride: tensor,
+    dt_stride: tensor,
     least_step: tensor,
     most_step: tensor,
+    has_bias: constexpr,
     head_dim: constexpr,
     size: constexpr,
     heads_per_group: constexpr,
     num_heads: constexpr,
     tokens: constexpr,
-    has_bias: constexpr,
+    precision: constexpr,
     p_block: constexpr,
     n_block: constexpr,
-    precision: constexpr,
+    m_block: constexpr,
 ) -> None:
-    """A program computes a tile of what a chunk adds to the state of one head."""
+    """A program computes a tile of what a chunk adds to the state of one head.
+
+    One program of a head keeps its steps, and one of a group what the group's heads have in common.
+    """
     chunk = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1)
     span, index = find_chunk(offsets, num_spans, tokens, tl.program_id(2))
@@ -311,21 +338,24 @@ def _added_kernel(
     first = tl.load(offsets + span) + index.to(tl.int64) * tokens
     if first < end:
         n_blocks: tl.constexpr = (size + n_block - 1) // n_block
+        num_groups: tl.constexpr = num_heads // heads_per_group
         p = tl.program_id(0) // n_blocks * p_block + tl.arange(0, p_block)
         n = tl.program_id(0) % n_blocks * n_block + tl.arange(0, n_block)
-        row = first + tl.arange(0, tokens)
+        token = tl.arange(0, tokens)
+        row = first + token
         is_row = row < end
         step, total = _chunk_steps(
             dt, a_log, dt_bias, dt_stride, least_step, most_step, row, is_row, head, has_bias
         )
-        whole = tl.sum(tl.where(tl.arange(0, tokens) == tokens - 1, total, 0.0), axis=0)
+        whole = tl.sum(tl.where(token == tokens - 1, total, 0.0), axis=0)
         own_x = tl.load(
             x + row[None, :] * x_stride + head * head_dim + p[:, None],
             mask=is_row[None, :] & (p < head_dim)[:, None],
             other=0.0,
         )
+        group_b = b + head // heads_per_group * size
         own_b = tl.load(
-            b + row[:, None] * b_stride + head // heads_per_group * size + n[None, :],
+            group_b + row[:, None] * b_stride + n[None, :],
             mask=is_row[:, None] & (n < size)[None, :],
             other=0.0,
         )
@@ -338,7 +368,23 @@ def _added_kernel(
             mask=(p < head_dim)[:, None] & (n < size)[None, :],
         )
         if tl.program_id(0) == 0:
-            tl.store(decays + chunk * num_heads + head, tl.exp(whole))
+            own = (chunk * num_heads + head) * tokens + token
+            tl.store(steps + own, step)
+            tl.store(totals + own, total)
+            if head % heads_per_group == 0:
+                group = head // heads_per_group
+                own_c = c + row[:, None] * c_stride + group * size
+                products = tl.zeros([tokens, tokens], tl.float32)
+                for m_first in range(0, size, m_block):
+                    m = m_first + tl.arange(0, m_block)
+                    is_read = is_row[:, None] & (m < size)[None, :]
+                    some_c = tl.load(own_c + m[None, :], mask=is_read, other=0.0)
+                    some_b = tl.load(
+                        group_b + row[:, None] * b_stride + m[None, :], mask=is_read, other=0.0
+                    )
+                    products = tl.dot(some_c, tl.trans(some_b), products, input_precision=precision)
+                chunk_scores = scores + (chunk * num_groups + group) * (tokens * tokens)
+                tl.store(chunk_scores + token[:, None] * tokens + token[None, :], products)
 
 
 @jit_once(indices=["span_slots", "starts", "offsets"])
@@ -349,7 +395,7 @@ def _pass_kernel(
     pending_steps: tensor,
     a_log: tensor,
     states: tensor,
-    decays: tensor,
+    totals: tensor,
     span_slots: tensor,
     starts: tensor,
     offsets: tensor,
@@ -367,8 +413,8 @@ def _pass_kernel(
 ) -> None:
     """A program passes `tile` numbers of the state of one head along the chunks of a span.
 
-    What each chunk adds is replaced by the state before it. What the next chunk adds is read before
-    that, since reading takes longer than the rest.
+    What each chunk adds is replaced by the state before it. What the next two chunks add is read
+    before that, since reading takes longer than the rest.
     """
     numbers: constexpr = head_dim * size
     span = tl.program_id(2)
@@ -384,9 +430,14 @@ def _pass_kernel(
     is_read = place < tl.where(start > 0, numbers, 0)
     h = tl.load(own_state, mask=is_read, other=0.0).to(tl.float32)
     own = states + (chunk * num_heads + head) * numbers + place
-    own_decays = decays + chunk * num_heads + head
+    # The sum of a whole chunk is that of its last token, or of places behind it.
+    own_total = totals + (chunk * num_heads + head) * tokens + tokens - 1
     added = tl.load(own, mask=inside, other=0.0)
-    decay = tl.load(own_decays)
+    total = tl.load(own_total)
+    # Behind the last chunk, it is read once more.
+    ahead = tl.where(count > tokens, 1, 0).to(tl.int64)
+    next_added = tl.load(own + ahead * num_heads * numbers, mask=inside, other=0.0)
+    next_total = tl.load(own_total + ahead * num_heads * tokens)
 
     rate = -tl.exp(tl.load(a_log + head).to(tl.float32))
     own_steps = pending_steps + slot * pending_steps_stride + head
@@ -402,43 +453,39 @@ def _pass_kernel(
         h = tl.exp(step * rate) * h + step * one_x.to(tl.float32) * one_b.to(tl.float32)
 
     for done in range(tokens, count + tokens, tokens):
-        has_next = done < count
-        next_own = own + num_heads * numbers
-        own_decays += num_heads
-        next_added = tl.load(next_own, mask=place < tl.where(has_next, numbers, 0), other=0.0)
-        next_decay = tl.load(own_decays, mask=has_next, other=0.0)
+        ahead = tl.where(done + tokens < count, 2, 0).to(tl.int64)
+        later_added = tl.load(own + ahead * num_heads * numbers, mask=inside, other=0.0)
+        later_total = tl.load(own_total + ahead * num_heads * tokens)
         tl.store(own, h.to(states.dtype.element_ty), mask=inside)
-        h = decay * h + added.to(tl.float32)
-        own, added, decay = next_own, next_added, next_decay
+        h = tl.exp(total) * h + added.to(tl.float32)
+        added, total = next_added, next_total
+        next_added, next_total = later_added, later_total
+        own += num_heads * numbers
+        own_total += num_heads * tokens
     tl.store(own_state, h.to(state.dtype.element_ty), mask=inside)
 
 
-@jit_once(counts=["num_spans"], indices=["offsets", "span_slots", "x", "dt", "b", "c", "gate"])
+@jit_once(counts=["num_spans"], indices=["offsets", "span_slots"])
 def _out_kernel(
     x: tensor,
-    dt: tensor,
-    a_log: tensor,
-    b: tensor,
-    dt_bias: tensor,
-    offsets: tensor,
-    states: tensor,
-    decays: tensor,
-    num_spans: tensor,
-    x_stride: tensor,
-    dt_stride: tensor,
-    b_stride: tensor,
-    least_step: tensor,
-    most_step: tensor,
     c: tensor,
+    states: tensor,
+    steps: tensor,
+    totals: tensor,
+    scores: tensor,
+    offsets: tensor,
+    num_spans: tensor,
     d: tensor,
     gate: tensor,
     out: tensor,
     span_slots: tensor,
     pending_steps: tensor,
+    x_stride: tensor,
     c_stride: tensor,
-    gate_stride: tensor,
+    gate_units: tensor,
     out_stride: tensor,
     pending_steps_stride: tensor,
+    gate_unit: constexpr,
     num_places: constexpr,
     places_pow2: constexpr,
     has_d: constexpr,
@@ -448,12 +495,12 @@ def _out_kernel(
     heads_per_group: constexpr,
     num_heads: constexpr,
     tokens: constexpr,
-    has_bias: constexpr,
+    precision: constexpr,
+    t_block: constexpr,
     p_block: constexpr,
     n_block: constexpr,
-    precision: constexpr,
 ) -> None:
-    """A program computes the results of a chunk for `p_block` dimensions of one head."""
+    """A program computes `p_block` dimensions of one head of `t_block` results of a chunk."""
     chunk = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1)
     span, index = find_chunk(offsets, num_spans, tokens, tl.program_id(2))
@@ -463,60 +510,58 @@ def _out_kernel(
         if (index == 0) & (tl.program_id(0) == 0):  # the launch before this one has read them
             slot = tl.load(span_slots + span)
             place = tl.arange(0, places_pow2)
-            steps = pending_steps + slot * pending_steps_stride + place * num_heads + head
-            tl.store(steps, tl.zeros([places_pow2], tl.float32), mask=place < num_places)
-        p = tl.program_id(0) * p_block + tl.arange(0, p_block)
+            read = pending_steps + slot * pending_steps_stride + place * num_heads + head
+            tl.store(read, tl.zeros([places_pow2], tl.float32), mask=place < num_places)
+        t_blocks: tl.constexpr = tokens // t_block
+        num_groups: tl.constexpr = num_heads // heads_per_group
+        p = tl.program_id(0) // t_blocks * p_block + tl.arange(0, p_block)
         is_p = p < head_dim
+        own_token = tl.program_id(0) % t_blocks * t_block + tl.arange(0, t_block)
         token = tl.arange(0, tokens)
-        row = first + token
-        is_row = row < end
-        step, total = _chunk_steps(
-            dt, a_log, dt_bias, dt_stride, least_step, most_step, row, is_row, head, has_bias
-        )
-        group = head // heads_per_group * size
-        scores = tl.zeros([tokens, tokens], tl.float32)
-        own_c = c + row[:, None] * c_stride + group
+        own_row, row = first + own_token, first + token
+        is_own, is_row = own_row < end, row < end
+        is_result = is_own[:, None] & is_p[None, :]
+        group = head // heads_per_group
+        places = (chunk * num_heads + head) * tokens
+        step = tl.load(steps + places + token)
+        total = tl.load(totals + places + token)
+        own_total = tl.load(totals + places + own_token)
+        chunk_scores = scores + (chunk * num_groups + group) * (tokens * tokens)
+        weights = tl.load(chunk_scores + own_token[:, None] * tokens + token[None, :])
+        is_past = own_token[:, None] >= token[None, :]
+        between = tl.where(is_past, own_total[:, None] - total[None, :], 0.0)
+        weights = tl.where(is_past, weights * tl.exp(between) * step[None, :], 0.0)
+        # They are narrow before the results take registers.
+        weights = weights.to(x.dtype.element_ty)
+        own_c = c + own_row[:, None] * c_stride + group * size
+        own_h = states + ((chunk * num_heads + head) * head_dim + p)[None, :] * size
+        y = tl.zeros([t_block, p_block], tl.float32)
         for n_first in range(0, size, n_block):
             n = n_first + tl.arange(0, n_block)
             is_n = n < size
-            some_c = tl.load(own_c + n[None, :], mask=is_row[:, None] & is_n[None, :], other=0.0)
-            some_b = tl.load(
-                b + row[None, :] * b_stride + group + n[:, None],
-                mask=is_row[None, :] & is_n[:, None],
-                other=0.0,
-            )
-            scores = tl.dot(some_c, some_b, scores, input_precision=precision)
-        is_past = token[:, None] >= token[None, :]
-        between = tl.where(is_past, total[:, None] - total[None, :], 0.0)
-        scores = tl.where(is_past, scores * tl.exp(between) * step[None, :], 0.0)
-        weights = scores.to(x.dtype.element_ty)
-        # The scores are narrow before the results take registers.
-        y = tl.zeros([tokens, p_block], tl.float32)
-        for n_first in range(0, size, n_block):
-            n = n_first + tl.arange(0, n_block)
-            is_n = n < size
-            some_c = tl.load(own_c + n[None, :], mask=is_row[:, None] & is_n[None, :], other=0.0)
-            place = ((chunk * num_heads + head) * head_dim + p)[None, :] * size + n[:, None]
-            h = tl.load(states + place, mask=is_p[None, :] & is_n[:, None], other=0.0)
+            some_c = tl.load(own_c + n[None, :], mask=is_own[:, None] & is_n[None, :], other=0.0)
+            h = tl.load(own_h + n[:, None], mask=is_p[None, :] & is_n[:, None], other=0.0)
             y = tl.dot(some_c, h.to(some_c.dtype), y, input_precision=precision)
-        y *= tl.exp(total)[:, None]
-        own_x = tl.load(
-            x + row[:, None] * x_stride + head * head_dim + p[None, :],
-            mask=is_row[:, None] & is_p[None, :],
-            other=0.0,
+        y *= tl.exp(own_total)[:, None]
+        head_x = x + head * head_dim + p[None, :]
+        all_x = tl.load(
+            head_x + row[:, None] * x_stride, mask=is_row[:, None] & is_p[None, :], other=0.0
         )
-        y = tl.dot(weights, own_x, y, input_precision=precision)
+        y = tl.dot(weights, all_x, y, input_precision=precision)
         if has_d:
+            own_x = all_x
+            if t_block < tokens:
+                own_x = tl.load(head_x + own_row[:, None] * x_stride, mask=is_result, other=0.0)
             y += tl.load(d + head).to(tl.float32) * own_x.to(tl.float32)
         if has_gate:
             gates = tl.load(
-                gate + row[:, None] * gate_stride + head * head_dim + p[None, :],
-                mask=is_row[:, None] & is_p[None, :],
+                gate + own_row[:, None] * (gate_units * gate_unit) + head * head_dim + p[None, :],
+                mask=is_result,
                 other=0.0,
             ).to(tl.float32)
             y *= gates * tl.sigmoid(gates)
         tl.store(
-            out + row[:, None] * out_stride + head * head_dim + p[None, :],
+            out + own_row[:, None] * out_stride + head * head_dim + p[None, :],
             y.to(out.dtype.element_ty),
-            mask=is_row[:, None] & is_p[None, :],
+            mask=is_result,
         )
