@@ -78,17 +78,20 @@ def assert_best(model: Any, prompts: Tokens, outputs: Tokens) -> None:
         assert distances(logits, tokens).max() < FLOAT32_ROUNDING
 
 
-def assert_best_within_rounding(folder: Path, prompts: Tokens, outputs: Tokens) -> None:
+def assert_best_within_rounding(
+    folder: Path, prompts: Tokens, outputs: Tokens, most_rounding: float = 0.1
+) -> None:
     """Check for bfloat16: each token is the best one, or rounding may have made it so.
 
     What rounding does is measured: by how much Transformers' own logits are off in bfloat16, at
     most. No token of ours may be behind by more. And most have to be what Transformers chooses,
     with or without rounding, so that a model that rounds badly does not excuse everything.
+    `most_rounding` bounds what is measured, as a part of the largest logit.
     """
     exact = output_logits(load(folder, torch.bfloat16, torch.float32), prompts, outputs)
     rounded = output_logits(load(folder, torch.bfloat16), prompts, outputs)
     rounding = max(float((a - b).abs().max()) for a, b in zip(exact, rounded, strict=True))
-    assert rounding < 0.1 * max(float(logits.abs().max()) for logits in exact)
+    assert rounding < most_rounding * max(float(logits.abs().max()) for logits in exact)
     num_equal = 0
     for ours, right, theirs in zip(outputs, exact, rounded, strict=True):
         assert distances(right, ours).max() <= rounding
@@ -243,8 +246,10 @@ def test_bfloat16(
     with open_llm(tmp_path, dtype="bfloat16", kv_cache=kv_cache, **options) as llm:
         outputs = generate(llm, prompts, [greedy(n) for n in (40, 24, 8, 30, 1)])
         alone = [generate(llm, [prompt], greedy(24))[0] for prompt in prompts[:2]]
-    assert_best_within_rounding(tmp_path, prompts, outputs)
-    assert_best_within_rounding(tmp_path, prompts[:2], alone)
+    # What Transformers computes for Falcon-H1 in 16 bits is off by up to 0.15 of it on a CPU, too.
+    most = 0.25 if architecture == "falcon_h1" else 0.1
+    assert_best_within_rounding(tmp_path, prompts, outputs, most)
+    assert_best_within_rounding(tmp_path, prompts[:2], alone, most)
 
 
 @pytest.mark.parametrize("kv_cache", KV_CACHES)

@@ -102,6 +102,11 @@ class RetireQueue:
         with self._changed:  # else a place could be missed between the two
             return sum(map(len, self._retired.values())) + len(self._leaving)
 
+    def has_places(self, range_: VirtualRange) -> bool:
+        """Whether a range has places that were given up and still have their page."""
+        with self._changed:
+            return bool(self._places(range_)) or any(each is range_ for each, _ in self._leaving)
+
     @property
     def has_unwanted(self) -> bool:
         """Whether places are to be vacated soon."""
