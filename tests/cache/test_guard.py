@@ -147,7 +147,7 @@ def test_an_old_sequence_does_not_show_through(name, guards):
     assert not any(_has_nan(cache.step(1, 0, 40)))
     cache.part.release(1)
     if name == "virtual":
-        assert cache.pool.retired.num_places == 5  # still mapped
+        assert cache.pool.retired.num_places() == 5  # still mapped
     cache.reserve(1, 21)
     assert _has_nan(cache.step(1, 20, 1)) == [guards] * 2
     cache.part.release(1)

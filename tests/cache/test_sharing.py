@@ -304,7 +304,7 @@ class Harness:
     def close(self) -> None:
         self.cache.close()
         assert not in_use_bytes(self.pool)
-        assert not self.pool.retired.num_places
+        assert not self.pool.retired.num_places()
         self.pool.close()
         driver = self.driver
         assert driver.is_unused

@@ -194,7 +194,7 @@ def test_a_place_of_a_page_in_use_is_left_alone(driver, pool, range_):
     kept = range_.pages_at(range(2))
     pool.share(kept)
     pool.retired.retire(range_, range(4))
-    assert (len(pool.retired), pool.retired.num_places) == (2, 4)
+    assert (len(pool.retired), pool.retired.num_places()) == (2, 4)
     assert pool.usage().retired_bytes == 2 * PAGE
     driver.finish()
     assert pool.retired.collect()
@@ -206,7 +206,7 @@ def test_a_place_of_a_page_in_use_is_left_alone(driver, pool, range_):
     pool.retired.on_retire = lambda: woken.append(True)
     pool.release(kept[:1])
     assert woken == [True]
-    assert (len(pool.retired), pool.retired.num_places) == (1, 2)
+    assert (len(pool.retired), pool.retired.num_places()) == (1, 2)
     pool.check()
     pages = pool.acquire(B, 7)
     assert pages is not None
@@ -284,7 +284,7 @@ def test_a_place_on_its_way_out_is_seen(driver, pool, range_, monkeypatch):
     others: list[threading.Thread] = []
 
     def look() -> None:
-        seen.append((pool.retired.num_places, range_.num_mapped_pages))
+        seen.append((pool.retired.num_places(), range_.num_mapped_pages))
 
     class Destroyed(LateFence):
         def __del__(self) -> None:
@@ -386,7 +386,7 @@ def test_random_accounts(seed):
             {PROCESS: overhead_bytes} if overhead_bytes else {}
         )
         assert usage.retired_bytes == len(set(retired.values()) - set(in_use)) * PAGE
-        assert pool.retired.num_places == len(retired)
+        assert pool.retired.num_places() == len(retired)
         assert len(pool.retired) == sum(page not in in_use for page in retired.values())
         total = sum(usage.in_use_bytes.values())
         terms = usage.retired_bytes + usage.idle_bytes + usage.uncreated_bytes

@@ -126,9 +126,9 @@ def test_pages_on_their_way_out_of_another_range_are_not_waited_for(
         stocker.start()
         began.wait()
         pool.retired.settle(one)
-        assert pool.retired.num_places == other.num_mapped_pages == 4  # still on their way
+        assert pool.retired.num_places() == other.num_mapped_pages == 4  # still on their way
         may_end.set()
         pool.retired.settle(other)
-        assert pool.retired.num_places == 0
+        assert pool.retired.num_places() == 0
         stocker.join()
     one.close()

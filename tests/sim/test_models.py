@@ -325,6 +325,7 @@ class Use:
     is_idle: bool = True
     sensitivity: float = 1.0
     num_evictions: int = 0
+    costs_version: object = None
 
     def probability(self, now_s: float) -> float:
         return self.p

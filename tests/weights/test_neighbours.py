@@ -65,6 +65,7 @@ class Use:
 
     is_idle = True
     sensitivity = 1.0
+    costs_version = None
 
     def probability(self, now_s: float) -> float:
         return 0.5

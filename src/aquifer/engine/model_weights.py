@@ -121,6 +121,11 @@ class ModelWeights(PooledWeights):
         lent = WeightSource.MAPPED if is_mapped else WeightSource.NEIGHBOUR
         return self._speeds.fastest((lent, *self._own_sources(group)))
 
+    @property
+    def costs_version(self) -> object:
+        """See `WeightUse`."""
+        return self._speeds.version, self._reuse.host.version
+
     def _byte_s(self, group: ParameterGroup) -> float:
         """Seconds to load a byte of a group, from where it would come."""
         return self._speeds.byte_s(self._speeds.fastest(self._own_sources(group)))

@@ -169,6 +169,11 @@ class PooledWeights(ABC):
                 needed_bytes += self.member.bytes_of(group)
         return needed_bytes
 
+    @property
+    @abstractmethod
+    def costs_version(self) -> object:
+        """See `WeightUse`."""
+
     @abstractmethod
     def _byte_s(self, group: ParameterGroup) -> float:
         """Seconds to load a byte of a group, from where it would come."""

@@ -140,7 +140,7 @@ class Residency:
             places = [list(each[::units]) for each in stretches]
         missing = places
         taken: Sequence[int] = ()
-        if retired.has_places(self.range):
+        if retired.num_places(self.range):
             if self.range.has_large or units > 1:
                 for stretch in filter(None, stretches):
                     fitting = stretch[::units]

@@ -96,16 +96,11 @@ class RetireQueue:
         with self._changed:
             return self._num_waiting + len(self._leaving)
 
-    @property
-    def num_places(self) -> int:
-        """Places that were given up and still have their page."""
+    def num_places(self, range_: VirtualRange | None = None) -> int:
+        """Places that were given up and still have their page, of a range or of all."""
         with self._changed:  # else a place could be missed between the two
-            return sum(map(len, self._retired.values())) + len(self._leaving)
-
-    def has_places(self, range_: VirtualRange) -> bool:
-        """Whether a range has places that were given up and still have their page."""
-        with self._changed:
-            return bool(self._places(range_)) or any(each is range_ for each, _ in self._leaving)
+            places = self._retired.values() if range_ is None else [self._places(range_)]
+            return sum(map(len, places)) + sum(range_ in (None, each) for each, _ in self._leaving)
 
     @property
     def has_unwanted(self) -> bool:

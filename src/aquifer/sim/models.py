@@ -72,6 +72,8 @@ class TimedWeights(PooledWeights):
         filled_s: when the load that is under way ends; None if there is none.
     """
 
+    costs_version = None  # they change with a load, and so does the store
+
     def __init__(
         self,
         assembly: Assembly,
@@ -91,9 +93,8 @@ class TimedWeights(PooledWeights):
         self._used_s = used_s
         self._past = past
         self.filled_s: float | None = None
-        reclaimer = assembly.room.reclaimer if share is None else share.reclaimer
-        victims = VICTIMS[loading.eviction]
-        super().__init__(assembly, reclaimer, reuse, name, _parameters(shape), life, victims)
+        of = (assembly.room if share is None else share).reclaimer, reuse, name, _parameters(shape)
+        super().__init__(assembly, *of, life, VICTIMS[loading.eviction])
         self.uses = past.uses
         if share is not None:
             share.stores.append(self._store)

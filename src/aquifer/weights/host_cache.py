@@ -56,6 +56,7 @@ class HostCache:
         self._device = device
         self._entries: dict[str, _Entry] = {}
         self._used_bytes = 0
+        self.version = 0
         self._lock = threading.Lock()
 
     @property
@@ -128,11 +129,13 @@ class HostCache:
             raise
         with self._lock:
             self._entries[key] = _Entry(buffer, {model})
+            self.version += 1
         return True
 
     def rename(self, key: str, new: str) -> None:
         """Let an entry, if there is one, be found by another key; equal ones become one."""
         with self._lock:
+            self.version += 1
             entry = self._entries.pop(key, None)
             if entry is None:
                 return
@@ -180,6 +183,7 @@ class HostCache:
 
     def _drop(self, entry: _Entry) -> None:
         """Free an entry that is not found any more; the lock is held."""
+        self.version += 1
         self._used_bytes -= entry.buffer.num_bytes
         entry.is_dropped = True
         if not entry.num_leases:

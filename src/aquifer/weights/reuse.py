@@ -36,6 +36,10 @@ class WeightUse(Protocol):
         """p(the model is needed again)."""
 
     @property
+    def costs_version(self) -> object:
+        """Differs whenever what it takes to load a byte of any group may differ."""
+
+    @property
     def sensitivity(self) -> float:
         """Weight of a second of delay of this model, compared with others (Tangram's alpha)."""
 

@@ -54,6 +54,7 @@ class SourceSpeeds:
     """
 
     def __init__(self) -> None:
+        self.version = 0
         self._changes: dict[WeightSource, float] = {}  # log of measured speed / first speed
         self._byte_s = {source: 1 / first for source, first in _FIRST_BYTES_PER_S.items()}
 
@@ -77,6 +78,7 @@ class SourceSpeeds:
         """
         if not any(loaded_bytes.values()):
             return
+        self.version += 1
         slowest = max(loaded_bytes, key=lambda each: loaded_bytes[each] * self.byte_s(each))
         first_bytes_per_s = _FIRST_BYTES_PER_S[slowest]
         found = math.log(loaded_bytes[slowest] / max(seconds, 1e-6) / first_bytes_per_s)

@@ -22,7 +22,7 @@ those of all of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from aquifer.memory.eviction_log import Losses
@@ -39,13 +39,11 @@ class Offer(NamedTuple):
     group: ParameterGroup
 
 
-class _Key(NamedTuple):
-    """What the offers of a model were made for."""
+class _Cost(NamedTuple):
+    """What a group that may go costs to load again."""
 
-    now_s: float
-    version: int  # of its store
-    probability: float
-    sensitivity: float
+    byte_s: float
+    group: ParameterGroup
 
 
 class IdleWeights:
@@ -69,9 +67,10 @@ class IdleWeights:
         self._member = member
         self._byte_s = byte_s
         self._losses = losses
-        # The last offers, and what they were made for: one eviction asks for them several times.
-        self._offered_for: _Key | None = None
-        self._offered: list[Offer] = []
+        # The groups that are there, the cheapest first, and what they were put in order for: while
+        # memory is short, each eviction asks every model for them.
+        self._ordered_for: tuple[int, object] | None = None
+        self._ordered: list[_Cost] = []
         # Bytes that may go beside shared groups, and what they were counted for.
         self._counted: tuple[int, tuple[bool, ...], int] = (-1, (), 0)
 
@@ -101,8 +100,8 @@ class IdleWeights:
 
     def cheapest(self, now_s: float) -> float | None:
         """The regret per byte of the next group to go; None if there is none."""
-        offers = self._offers(now_s)
-        return offers[0].regret if offers else None
+        first = next(iter(self._offers(now_s)), None)
+        return None if first is None else first.regret
 
     def evict(self, num_bytes: int, now_s: float, limit: float = math.inf) -> int:
         """Evict groups in order of regret until `num_bytes` are dropped; returns the bytes dropped.
@@ -111,8 +110,7 @@ class IdleWeights:
         """
         evicted: list[ParameterGroup] = []
         evicted_bytes, regret_s = 0, 0.0
-        offers = self._offers(now_s)
-        for offer in offers:
+        for offer in self._offers(now_s):
             if evicted_bytes >= num_bytes or (evicted and offer.regret > limit):
                 break
             evicted.append(offer.group)
@@ -123,8 +121,10 @@ class IdleWeights:
             self._losses.evicted(evicted, evicted_bytes, regret_s)
         for loser in self._reuse.evict_from_all(self._member, evicted):
             loser.use.on_evict()
-        if self._member.use.is_idle:  # the others stay as they are
-            self._offered_for, self._offered = self._key(now_s), offers[len(evicted) :]
+        if self._ordered_for is not None and not self._reuse.has_shared:
+            # The others stay in their order.
+            self._ordered_for = self._member.store.version, self._ordered_for[1]
+            self._ordered = self._ordered[len(evicted) :]
         return evicted_bytes
 
     def _groups(self) -> list[ParameterGroup]:
@@ -145,27 +145,33 @@ class IdleWeights:
         holders = self._reuse.holders(self._member, group)
         return holders[0] is self._member and all(holder.use.is_idle for holder in holders)
 
-    def _offers(self, now_s: float) -> list[Offer]:
+    def _offers(self, now_s: float) -> Iterable[Offer]:
         """The groups that may go, in order of regret."""
-        if not self._member.use.is_idle:
-            return []
-        key = self._key(now_s)
-        if self._offered_for == key and not self._reuse.has_shared:
-            return self._offered
-        own = expected_uses(key.probability), key.sensitivity
-        offers: list[Offer] = []
-        for group in self._groups():
-            uses, weight = self._shared(group, now_s) or own
-            # By the byte, so that groups of any size are equal where nothing else differs.
-            offers.append(Offer(regret_per_byte(uses, self._byte_s(group), 1, weight), group))
-        offers.sort(key=lambda offer: offer.regret)  # stable
-        self._offered_for, self._offered = key, offers
-        return offers
-
-    def _key(self, now_s: float) -> _Key:
-        """What offers depend on, unless groups are shared."""
         use = self._member.use
-        return _Key(now_s, self._member.store.version, use.probability(now_s), use.sensitivity)
+        if not use.is_idle:
+            return
+        own = expected_uses(use.probability(now_s)), use.sensitivity
+        if not self._reuse.has_shared:  # the regrets are in the order of the costs
+            for cost in self._costs():
+                yield _offer(cost, *own)
+            return
+        costs = (_Cost(self._byte_s(group), group) for group in self._groups())
+        offers = [_offer(cost, *(self._shared(cost.group, now_s) or own)) for cost in costs]
+        yield from sorted(offers, key=lambda offer: offer.regret)  # stable
+
+    def _costs(self) -> list[_Cost]:
+        """The groups that are there, the cheapest first; none is shared."""
+        key = self._order_key
+        if self._ordered_for != key:
+            costs = [_Cost(self._byte_s(group), group) for group in self._groups()]
+            costs.sort(key=lambda cost: cost.byte_s)  # stable
+            self._ordered_for, self._ordered = key, costs
+        return self._ordered
+
+    @property
+    def _order_key(self) -> tuple[int, object]:
+        """What the order of the groups depends on."""
+        return self._member.store.version, self._member.use.costs_version
 
     def _shared(self, group: ParameterGroup, now_s: float) -> tuple[float, float] | None:
         """Uses expected of a shared group, and its weight; None if it is not shared."""
@@ -176,3 +182,8 @@ class IdleWeights:
             return None
         none_needed = math.prod(1 - use.probability(now_s) for use in uses)
         return expected_uses(1 - none_needed), max(use.sensitivity for use in uses)
+
+
+def _offer(cost: _Cost, uses: float, weight: float) -> Offer:
+    # By the byte, so that groups of any size are equal where nothing else differs.
+    return Offer(regret_per_byte(uses, cost.byte_s, 1, weight), cost.group)
