@@ -17,7 +17,7 @@ from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.memory.reclaim import Reclaimer
 from aquifer.memory.use_rate import expected_uses
 from aquifer.weights.host_cache import HostCache
-from aquifer.weights.parameters import Parameter
+from aquifer.weights.parameters import Parameter, ParameterGroup
 from aquifer.weights.reuse import ReuseStore
 from aquifer.weights.store import WeightStore
 from aquifer.weights.victims import IdleWeights
@@ -221,6 +221,29 @@ def test_what_is_restored_sooner_goes_first(make: Callable[..., Model]):
     )
     assert victims.evict(PAGE, NOW_S) == 2 * PAGE
     assert model.left == ["norm", "embed", "down", "head"]
+
+
+def test_the_order_follows_what_it_takes_to_restore_groups(make: Callable[..., Model]):
+    """It is kept between evictions, while neither the costs nor what is there changes."""
+    model = make("a")
+    slow = {"up"}
+
+    def byte_s(group: ParameterGroup) -> float:
+        return 1e-6 if slow & set(group.names) else 1e-7
+
+    losses = model.log.losses_of(model.store.owner)
+    victims = IdleWeights(model.reuse, model.member, byte_s, losses)
+    assert victims.evict(PAGE, NOW_S) == 4 * PAGE
+    assert model.left == ["norm", "embed", "up", "down"]
+    slow.add("down")
+    model.byte_s /= 2  # its costs have changed
+    assert victims.evict(PAGE, NOW_S) == 3 * PAGE
+    assert model.left == ["norm", "up", "down"]
+    model.load()
+    slow.clear()
+    model.byte_s /= 2
+    assert victims.evict(PAGE, NOW_S) == 4 * PAGE
+    assert model.left == ["norm", "embed", "up", "down"]
 
 
 # --- weights that several models share ---------------------------------------------------------
