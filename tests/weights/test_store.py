@@ -53,7 +53,7 @@ def test_placement():
 
 
 def test_large_pages_as_far_as_they_are_full():
-    sizes = [9 * PAGE, 100, PAGE, 4 * PAGE, 8 * PAGE + 1, 3 * PAGE]
+    sizes = [9 * PAGE, 100, PAGE, 4 * PAGE, 8 * PAGE + 1, 3 * PAGE, *[PAGE // 2] * 9]
     driver = FaultyDriver(LargePageDriver())
     pool = PagePool(driver, 40 * PAGE)
     store = WeightStore(pool, OWNER, _parameters(*sizes))
@@ -61,9 +61,10 @@ def test_large_pages_as_far_as_they_are_full():
     assert store.populate()
     assert placement == Placement.plan(store.parameters, PAGE)
     assert pool.usage().in_use_bytes == {OWNER: placement.num_pages * PAGE}
-    # Together these two say how many pages of each size there are: five are large.
+    # Together these two say how many pages of each size there are: six are large, one of which has
+    # small parameters.
     assert pool.created_bytes == placement.num_pages * PAGE
-    assert len(pool.pages) == placement.num_pages - 5 * LARGE // PAGE + 5
+    assert len(pool.pages) == placement.num_pages - 6 * LARGE // PAGE + 6
     for value, (name, tensor) in enumerate(store.tensors.items()):
         assert tensor.shape == (sizes[int(name)],)
         tensor.fill_(value)

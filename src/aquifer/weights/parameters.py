@@ -172,21 +172,23 @@ class Placement:
             parameters: as given to `plan`.
             large_page_bytes: a multiple of `page_bytes`; equal to it for ordinary pages only.
         """
-        ratio = large_page_bytes // self.page_bytes
         groups: list[ParameterGroup] = []
         end = 0
         for parameter in parameters:
             if parameter.num_bytes >= self.page_bytes:
                 first = self.offsets_bytes[parameter.name] // self.page_bytes
                 end = first + -(-parameter.num_bytes // self.page_bytes)
-                middle = first + ((end - first) // ratio * ratio if ratio > 1 else 0)
-                groups.append(
-                    ParameterGroup((parameter.name,), range(first, middle), range(middle, end))
-                )
+                groups.append(self._group((parameter.name,), range(first, end), large_page_bytes))
         if end < self.num_pages:
             small = tuple(p.name for p in parameters if p.num_bytes < self.page_bytes)
-            groups.append(ParameterGroup(small, range(end, end), range(end, self.num_pages)))
+            groups.append(self._group(small, range(end, self.num_pages), large_page_bytes))
         return tuple(groups)
+
+    def _group(self, names: tuple[str, ...], pages: range, large_page_bytes: int) -> ParameterGroup:
+        """Parameters at these pages, as many of them as possible large."""
+        ratio = large_page_bytes // self.page_bytes
+        num_large = len(pages) // ratio * ratio if ratio > 1 else 0
+        return ParameterGroup(names, pages[:num_large], pages[num_large:])
 
 
 def placed_bytes(models: Iterable[Sequence[Parameter]], page_bytes: int) -> list[int]:
