@@ -184,9 +184,8 @@ NUM_GROUPS = sum(size >= PAGE for size in SIZES) + 1
 
 
 def num_handles(store: WeightStore, groups: Iterable[ParameterGroup]) -> int:
-    """Number of pages of groups, of both sizes."""
-    pages_of_large = LARGE // PAGE
-    return sum(len(g.large) // pages_of_large + len(g.ordinary) for g in groups)
+    """Number of pages of groups, of all sizes."""
+    return sum(len(pages) // size for group in groups for size, pages in group.stretches)
 
 
 def test_what_a_neighbour_has_comes_from_there(make: Make):

@@ -52,7 +52,7 @@ def test_placement():
     assert placement.num_bytes - PAGE < ends[-1] <= placement.num_bytes
 
 
-def test_large_pages_as_far_as_they_are_full():
+def test_pages_are_as_large_as_they_are_full():
     sizes = [9 * PAGE, 100, PAGE, 4 * PAGE, 8 * PAGE + 1, 3 * PAGE, *[PAGE // 2] * 9]
     driver = FaultyDriver(LargePageDriver())
     pool = PagePool(driver, 40 * PAGE)
@@ -61,10 +61,13 @@ def test_large_pages_as_far_as_they_are_full():
     assert store.populate()
     assert placement == Placement.plan(store.parameters, PAGE)
     assert pool.usage().in_use_bytes == {OWNER: placement.num_pages * PAGE}
-    # Together these two say how many pages of each size there are: six are large, one of which has
-    # small parameters.
+    # Six are large, one of which has small parameters, and one has half of that size.
     assert pool.created_bytes == placement.num_pages * PAGE
-    assert len(pool.pages) == placement.num_pages - 6 * LARGE // PAGE + 6
+    sizes_of_pages = [
+        size for g in store.groups for size, pages in g.stretches for _ in pages[::size]
+    ]
+    assert (sizes_of_pages.count(4), sizes_of_pages.count(2)) == (6, 1)
+    assert len(pool.pages) == len(sizes_of_pages) == placement.num_pages - 6 * 3 - 1
     for value, (name, tensor) in enumerate(store.tensors.items()):
         assert tensor.shape == (sizes[int(name)],)
         tensor.fill_(value)

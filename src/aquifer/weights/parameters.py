@@ -4,8 +4,9 @@ Each large parameter starts on a page of its own, so that it can be evicted and 
 itself; small ones share the pages at the end of the model's range. These are the groups of a model:
 one for each large parameter, one for all small ones.
 
-Where the device has large pages, a parameter takes as many full large pages as fit in it, and then
-ordinary pages: mapping costs by the page, and no more bytes are taken than with ordinary pages.
+Where the device has large pages, a group takes as many full large pages as fit in it, then pages of
+half the size, and so on down to ordinary ones: mapping costs by the page, and no more bytes are
+taken than with ordinary pages alone.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ class Placement:
     def groups(
         self, parameters: Sequence[Parameter], large_page_bytes: int
     ) -> tuple[ParameterGroup, ...]:
-        """Group parameters that have pages in common, and choose the pages to take as large ones.
+        """Group parameters that have pages in common, and choose the sizes of pages to take.
 
         Args:
             parameters: as given to `plan`.
@@ -185,10 +186,15 @@ class Placement:
         return tuple(groups)
 
     def _group(self, names: tuple[str, ...], pages: range, large_page_bytes: int) -> ParameterGroup:
-        """Parameters at these pages, as many of them as possible large."""
-        ratio = large_page_bytes // self.page_bytes
-        num_large = len(pages) // ratio * ratio if ratio > 1 else 0
-        return ParameterGroup(names, pages[:num_large], pages[num_large:])
+        """Parameters at these pages: large ones as far as they fit, then ones of half the size."""
+        stretches: list[tuple[int, range]] = []
+        first, size = pages.start, max(large_page_bytes // self.page_bytes, 1)
+        while first < pages.stop:
+            end = first + (pages.stop - first) // size * size
+            if end > first:
+                stretches.append((size, range(first, end)))
+            first, size = end, max(size // 2, 1)
+        return ParameterGroup(names, tuple(stretches))
 
 
 def placed_bytes(models: Iterable[Sequence[Parameter]], page_bytes: int) -> list[int]:
@@ -200,17 +206,25 @@ def placed_bytes(models: Iterable[Sequence[Parameter]], page_bytes: int) -> list
 class ParameterGroup:
     """Parameters that become resident and are evicted together, and their pages.
 
-    Both ranges are indices of ordinary pages of the placement. Each group is of one store, and
-    equal to itself alone: groups are looked up far too often to compare names.
+    The pages are stretches of the placement that follow each other: (size of a page in ordinary
+    ones, indices of the ordinary pages in its place). What a page costs does not depend on its
+    size, so they are as large as the stretch allows, without any padding.
+
+    Each group is of one store, and equal to itself alone: groups are looked up far too often to
+    compare names.
     """
 
     names: tuple[str, ...]
-    large: range  # taken as large pages; a whole number of these
-    ordinary: range
+    stretches: tuple[tuple[int, range], ...]
     num_pages: int = field(init=False)  # its size in ordinary pages
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "num_pages", len(self.large) + len(self.ordinary))
+        object.__setattr__(self, "num_pages", sum(len(pages) for _, pages in self.stretches))
+
+    @property
+    def first_page(self) -> int:
+        """Index of its first ordinary page in the placement."""
+        return self.stretches[0][1].start
 
 
 def check_sources(checkpoint: Checkpoint, parameters: Iterable[Parameter]) -> None:

@@ -113,21 +113,13 @@ class WeightStore:
         self.owner = owner
         self._pool = pool
         self._range = VirtualRange(pool.pages, placement.num_bytes, placement.page_bytes)
-        self._ordinary = Residency(pool, owner, self._range)
-        # Residency of the large pages of each group that has some, under a part of the addresses.
-        self._large = {
-            group: Residency(
-                pool,
-                owner,
-                VirtualRange(
-                    pool.pages,
-                    len(group.large) * placement.page_bytes,
-                    large_page_bytes,
-                    self._range.address + group.large.start * placement.page_bytes,
-                ),
-            )
+        ordinary = Residency(pool, owner, self._range)
+        self._places = {
+            group: [
+                (ordinary, pages) if size == 1 else self._large_places(size, pages)
+                for size, pages in group.stretches
+            ]
             for group in self.groups
-            if group.large
         }
         self.version = 0
         self.record: Callable[[WeightOp], None] | None = None
@@ -210,10 +202,9 @@ class WeightStore:
                     self._pool.make_room(self.owner, max(min(left_bytes, _ROOM_BYTES), group_bytes))
                 left_bytes -= group_bytes
                 for residency, places in self.places(group):
-                    if places:
-                        if not residency.populate([places], is_overwritten=True):
-                            return False
-                        undo.callback(residency.give_up, places)
+                    if not residency.populate([places], is_overwritten=True):
+                        return False
+                    undo.callback(residency.give_up, places)
                 if filling is not None:
                     filling.begin(group)
             stop.pop_all()
@@ -251,18 +242,22 @@ class WeightStore:
                 raise
             undo.callback(residency.give_up, places)
 
-    def places(self, group: ParameterGroup) -> list[tuple[Residency, range]]:
-        """Where the pages of a group are: large ones, then ordinary ones."""
-        large = self._large.get(group)
-        places = [] if large is None else [(large, range(large.range.num_pages))]
-        return [*places, (self._ordinary, group.ordinary)]
+    def places(self, group: ParameterGroup) -> Sequence[tuple[Residency, range]]:
+        """Where the pages of a group are, in order: large ones first."""
+        return self._places[group]
+
+    def _large_places(self, size: int, pages: range) -> tuple[Residency, range]:
+        """Places of pages of several ordinary ones, under a part of the addresses."""
+        page_bytes = self.placement.page_bytes
+        address = self._range.address + pages.start * page_bytes
+        part = VirtualRange(self._pool.pages, len(pages) * page_bytes, size * page_bytes, address)
+        return Residency(self._pool, self.owner, part), range(part.num_pages)
 
     def parts(self, group: ParameterGroup) -> list[tuple[int, Sequence[Page]]]:
         """The pages of a group that is resident, in order: (their size in bytes, pages)."""
         return [
             (residency.range.page_bytes, residency.range.pages_at(places))
             for residency, places in self.places(group)
-            if places
         ]
 
     def own(self, group: ParameterGroup) -> None:
@@ -284,8 +279,7 @@ class WeightStore:
 
     def _start_of(self, group: ParameterGroup) -> int:
         """Offset of a group among the addresses: that of its first page."""
-        first = group.large.start if group.large else group.ordinary.start
-        return first * self.placement.page_bytes
+        return group.first_page * self.placement.page_bytes
 
     def evict(self, groups: Iterable[ParameterGroup] | None = None) -> None:
         """Give up the pages of these groups, or of all. Their addresses stay.
@@ -398,8 +392,8 @@ class WeightStore:
         """Give pages and addresses back. The tensors must not be used any more."""
         self.tensors = {}
         self.evict()
-        # A part of the addresses is closed before the whole.
-        for range_ in (*(large.range for large in self._large.values()), self._range):
+        ranges = {residency.range for group in self.groups for residency, _ in self.places(group)}
+        for range_ in (*(ranges - {self._range}), self._range):  # the whole after its parts
             self._pool.retired.settle(range_)
             range_.close()
 
