@@ -410,10 +410,9 @@ def test_weights_in_large_pages(driver):
     pool = PagePool(driver, 512 * MIB)
     store = WeightStore(pool, Owner("a", Kind.WEIGHTS), parameters)
     assert store.populate()
-    # Together these two say how many pages of each size there are.
-    num_large, num_small = 9, 9 + 1 + 2 + 1
-    assert len(pool.pages) == num_large + num_small
-    assert pool.created_bytes == num_large * LARGE + num_small * PAGE
+    counts = {16: 9, 8: 1, 2: 1, 1: 3}  # pages of so many ordinary ones
+    assert len(pool.pages) == sum(counts.values())
+    assert pool.created_bytes == sum(size * count for size, count in counts.items()) * PAGE
     for value, tensor in enumerate(store.tensors.values()):
         tensor.fill_(value + 1)
     for value, tensor in enumerate(store.tensors.values()):
