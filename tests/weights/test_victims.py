@@ -246,6 +246,17 @@ def test_the_order_follows_what_it_takes_to_restore_groups(make: Callable[..., M
     assert model.left == ["norm", "embed", "up", "down"]
 
 
+def test_an_eviction_of_a_busy_model_keeps_no_order(make: Callable[..., Model]):
+    model = make("a")
+    assert model.victims.evict(PAGE, NOW_S) == 4 * PAGE
+    model.load()
+    model.is_idle = False
+    assert model.victims.evict(PAGE, NOW_S) == 0
+    model.is_idle = True
+    assert model.victims.evict(PAGE, NOW_S) == 4 * PAGE
+    assert model.left == ["norm", "embed", "up", "down"]
+
+
 # --- weights that several models share ---------------------------------------------------------
 
 

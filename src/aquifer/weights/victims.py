@@ -117,13 +117,14 @@ class IdleWeights:
             group_bytes = self._member.bytes_of(offer.group)
             evicted_bytes += group_bytes
             regret_s += offer.regret * group_bytes
+        key = self._order_key
+        is_ordered = self._ordered_for == key and not self._reuse.has_shared
         if evicted:
             self._losses.evicted(evicted, evicted_bytes, regret_s)
         for loser in self._reuse.evict_from_all(self._member, evicted):
             loser.use.on_evict()
-        if self._ordered_for is not None and not self._reuse.has_shared:
-            # The others stay in their order.
-            self._ordered_for = self._member.store.version, self._ordered_for[1]
+        if is_ordered:  # the others stay in their order
+            self._ordered_for = self._member.store.version, key[1]
             self._ordered = self._ordered[len(evicted) :]
         return evicted_bytes
 
