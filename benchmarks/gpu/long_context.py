@@ -223,10 +223,9 @@ def check(kv: KV) -> Figures:
         found["chunks"].append({"start": start, "count": count, "relative_error": error})
     for rows_of_step, tokens in kv.sizes.rows:
         step = Step(kv, rows_of_step, tokens)
-        for config in (step.default, replace(step.default, **PARTS_OF_WARPS)):
-            error = step.check(config)
-            print(f"check {rows_of_step} x {tokens}: error {error:.1e}")
-            found["decode"].append({"rows": rows_of_step, "tokens": tokens, "error": error})
+        error = step.check(step.default)
+        print(f"check {rows_of_step} x {tokens}: error {error:.1e}")
+        found["decode"].append({"rows": rows_of_step, "tokens": tokens, "error": error})
     return found
 
 
@@ -390,24 +389,6 @@ def whole_prompt(found: list[Figures]) -> Figures:
 
 # --- decode ----------------------------------------------------------------------------------
 
-PARTS_OF_WARPS: dict[str, Any] = {
-    "block_tokens": 64,
-    "num_warps": 4,
-    "num_stages": 2,
-    "parts_by_warp": True,
-}
-"""Each warp has 16 keys of its own in every tile of 64."""
-
-LAUNCHES: tuple[dict[str, Any], ...] = (
-    {"releases_early": False},
-    *(
-        {"releases_early": early, "prefetch_tiles": tiles}
-        for early in (False, True)
-        for tiles in (1, 2, 4)
-    ),
-)
-"""Changes of how a launch overlaps with its neighbours."""
-
 
 class Step:
     """Rows that decode, of equal length.
@@ -500,35 +481,22 @@ def geometries(default: Config) -> Iterator[Config]:
         (64, 2, 2, 32),
         (64, 2, 2, 64),
         (64, 4, 3, 32),
+        (64, 4, 4, 16),
+        (64, 4, 5, 16),
+        (64, 4, 3, 16),
+        (32, 4, 4, 32),
+        (128, 4, 3, 16),
+        (128, 8, 3, 16),
+        (64, 2, 4, 16),
+        (32, 2, 4, 32),
     ):
         yield replace(
             default, block_tokens=tokens, num_warps=warps, num_stages=stages, num_shares=shares
         )
-    for warps, stages, registers, all_shares in (
-        (4, 2, None, (16, 32, 64)),
-        (4, 2, 168, (32, 48)),  # three programs on a multiprocessor
-        (4, 3, None, (16, 32)),
-        (4, 3, 168, (32, 48)),
-        (4, 4, None, (16, 32)),
-        (8, 2, None, (16, 32)),
-        (8, 3, None, (16,)),
-        (2, 3, None, (32, 64)),
-        (2, 4, 168, (64,)),
-    ):
-        for shares in all_shares:
-            yield replace(
-                default,
-                block_tokens=16 * warps,
-                num_warps=warps,
-                num_stages=stages,
-                num_shares=shares,
-                parts_by_warp=True,
-                max_registers=registers,
-            )
 
 
 def decode(kv: KV) -> Figures:
-    """Sweep the geometries, then how the best of them overlap with their neighbours."""
+    """Sweep the geometries, then the best of them with a late start of the next kernel."""
     on_gpu = kv.device.type == "cuda"
     copy_rate = device_copy_bandwidth() if on_gpu else read_bandwidth()
     steps = [Step(kv, num_rows, tokens) for num_rows, tokens in kv.sizes.rows]
@@ -569,9 +537,7 @@ def decode(kv: KV) -> Figures:
 
     every = list(geometries(default))
     sweep(every if on_gpu else every[:2])
-    for config in sorted(results, key=worth)[:2]:
-        changes = LAUNCHES if on_gpu else LAUNCHES[:1]
-        sweep([replace(config, **change) for change in changes])
+    sweep([replace(config, releases_early=False) for config in sorted(results, key=worth)[:2]])
     best = {}
     for step in steps:
         times = {config: measured[step.name] for config, measured in results.items()}
@@ -595,9 +561,7 @@ def describe(config: Config) -> str:
     """A config in a few words."""
     return (
         f"tokens {config.block_tokens:3} shares {config.num_shares:3} warps {config.num_warps} "
-        f"stages {config.num_stages}{' by warp' if config.parts_by_warp else ''}"
-        f"{' early' if config.releases_early else ' late'} ahead {config.prefetch_tiles}"
-        f" registers {config.max_registers or 'any'}"
+        f"stages {config.num_stages}{' early' if config.releases_early else ' late'}"
     )
 
 

@@ -149,36 +149,16 @@ def test_batch_of_padding(device, block_size, merges_itself):
     check(case, replace(SMALL, merges_itself=merges_itself))
 
 
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
-@pytest.mark.parametrize(
-    ("num_shares", "options"),
-    [(1, {}), (5, {"window_tokens": 37}), (3, {"softcap": 5.0})],
-    ids=str,
-)
-def test_each_warp_has_keys_of_its_own(device, block_size, num_shares, options):
-    """Some warps have no key of the last tile, and of one at a window's edge."""
-    config = replace(
-        SMALL, block_tokens=32, num_shares=num_shares, parts_by_warp=True, num_stages=2
-    )
-    case = make_case(device, [64, 1, 17, 0, 33, 48], block_size=block_size)
-    sinks = make_sinks(8, device, torch.float32)
-    check(case, config, **options)
-    check(case, config, sinks=sinks, slopes=alibi_slopes(8, device), **options)
-
-
 @pytest.mark.gpu  # the interpreter multiplies the bits of bfloat16 as integers
 @pytest.mark.parametrize("num_warps", [2, 4, 8])
 @pytest.mark.parametrize("kv_heads", [1, 2])
-def test_each_warp_has_keys_of_its_own_in_half_precision(device, num_warps, kv_heads):
+def test_programs_of_several_warps_in_half_precision(device, num_warps, kv_heads):
     config = Config(
         kv_heads_per_program=kv_heads,
         block_tokens=16 * num_warps // kv_heads,
         num_shares=16,
         num_warps=num_warps,
         num_stages=3,
-        parts_by_warp=True,
-        prefetch_tiles=kv_heads,
-        max_registers=168 if num_warps == 4 else None,
         releases_early=kv_heads == 1,
     )
     case = make_case(

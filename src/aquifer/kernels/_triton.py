@@ -409,27 +409,6 @@ def await_predecessor(overlaps: constexpr) -> None:
 
 
 @jit
-def prefetch(addresses: tensor, wanted: tensor) -> None:
-    """Begin to fetch the 64 bytes around each wanted address into the L2 cache.
-
-    This may be done before the kernel waits: the cache sees what is written later.
-    """
-    tl.inline_asm_elementwise(
-        """{
-            .reg .pred wanted;
-            setp.ne.b32 wanted, $2, 0;
-            @wanted prefetch.global.L2 [$1];
-            mov.b32 $0, 0;
-        }""",
-        "=r,l,r",
-        [addresses, wanted.to(tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@jit
 def release_successor(overlaps: constexpr) -> None:
     """Let the next kernel start once all programs have called this or ended."""
     if overlaps:

@@ -19,11 +19,6 @@ at once, which gives longer contiguous reads. A matrix product needs at least 16
 queries of several KV heads in them, few are padding. Scores of a query with another head's keys
 are masked.
 
-The warps of a program share the columns of a product, so they exchange maxima, sums and weights for
-each tile through shared memory, and wait for each other. With `Config.parts_by_warp`, each warp
-has keys of its own instead, and what it has summed up is merged once, at the end of a row: a tile
-takes 2 barriers in place of 10, and more registers, for sums of all dimensions in every warp.
-
 Shapes throughout: B rows, one query token each. `keys` and `values` are [blocks, block_size,
 kv_heads, dim]; the last stride is 1, the others are any. Paged: `tables` [slots, max_blocks] are
 the block tables, a slot's blocks in order. Contiguous: `tables` is None, and a slot is one block,
@@ -47,7 +42,6 @@ from aquifer.kernels._triton import (
     launch,
     launch_options,
     pow2,
-    prefetch,
     release_successor,
     runs_triton,
     tensor,
@@ -87,19 +81,8 @@ class Config:
     num_warps: int
     num_stages: int
     merges_itself: bool = True  # False: a second kernel merges
-    # Whether each warp keeps a result of its own, of a part of each tile: at least 16 keys.
-    parts_by_warp: bool = False
     # Whether the next kernel may start before this one has read its keys, and not only when it has.
     releases_early: bool = False
-    # Tiles that each program has fetched into the L2 cache while its predecessor ends; a power of
-    # two, or 0. Only of contiguous KV without a window.
-    prefetch_tiles: int = 0
-    max_registers: int | None = None  # of a thread, so that more programs run at once
-
-    @property
-    def parts(self) -> int:
-        """Parts of a tile that have results of their own."""
-        return self.num_warps if self.parts_by_warp else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +317,7 @@ def decode_attention(
     assert slots.shape == lengths.shape == (batch,)
     assert group * num_kv_heads == num_heads
     assert num_kv_heads % config.kv_heads_per_program == 0
-    assert config.block_tokens * config.kv_heads_per_program >= MIN_DOT * config.parts
+    assert config.block_tokens * config.kv_heads_per_program >= MIN_DOT
     assert all(t.stride(-1) == 1 for t in (query, keys, values, out))
     assert sinks is None or (sinks.shape == (num_heads,) and sinks.is_contiguous())
     assert slopes is None or (slopes.shape == (num_heads,) and slopes.is_contiguous())
@@ -366,8 +349,6 @@ def decode_attention(
     heads_pow2 = pow2(group * config.kv_heads_per_program)
     merge_elements = config.num_warps * _WARP_MERGE_ELEMENTS * (4 if batch <= FEW_ROWS else 1)
     merge_shares = merge_elements // (heads_pow2 * pow2(value_dim))
-    overlapping = launch_options(query.device)
-    prefetches = overlapping["overlaps"] and tables is None and window_tokens is None
     launch(
         _decode_attention_kernel,
         (num_kv_heads // config.kv_heads_per_program, config.num_shares),
@@ -402,7 +383,6 @@ def decode_attention(
         group=group,
         kv_heads=config.kv_heads_per_program,
         block_tokens=config.block_tokens,
-        parts=config.parts,
         block_size=None if tables is None else block_size,
         same_strides=keys.stride() == values.stride(),
         key_dim=key_dim,
@@ -418,11 +398,9 @@ def decode_attention(
         merge_shares=min(max(merge_shares, 1), pow2(config.num_shares)),
         merges_itself=config.merges_itself,
         releases_early=config.releases_early,
-        prefetch_tiles=config.prefetch_tiles if prefetches else 0,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        maxnreg=config.max_registers,
-        **overlapping,
+        **launch_options(query.device),
     )
     if config.merges_itself:
         return
@@ -559,7 +537,6 @@ def _decode_attention_kernel(
     group: constexpr,
     kv_heads: constexpr,
     block_tokens: constexpr,
-    parts: constexpr,
     block_size: constexpr,
     same_strides: constexpr,
     key_dim: constexpr,
@@ -575,7 +552,6 @@ def _decode_attention_kernel(
     merge_shares: constexpr,
     merges_itself: constexpr,
     releases_early: constexpr,
-    prefetch_tiles: constexpr,
     overlaps: constexpr,
 ) -> None:
     # Neighbouring programs read neighbouring heads of the same tokens. `tickets` are the atomic
@@ -604,15 +580,11 @@ def _decode_attention_kernel(
     query_row = tl.arange(0, query_rows)
     is_query = query_row < group * kv_heads
     head = first_kv_head * group + query_row
-    # Columns: the keys of a tile, all heads of a token side by side. [columns], or with several
-    # parts [parts, columns of one]; likewise everything that is made of them.
+    # Columns: the keys of a tile, all heads of a token side by side.
     column = tl.arange(0, block_tokens * kv_heads)
-    if parts > 1:
-        part_columns: constexpr = block_tokens * kv_heads // parts
-        column = tl.arange(0, parts)[:, None] * part_columns + tl.arange(0, part_columns)[None, :]
     column_token = column // kv_heads
     column_head = column % kv_heads
-    same_head = ((query_row // group) % kv_heads)[:, None] == tl.expand_dims(column_head, -2)
+    same_head = ((query_row // group) % kv_heads)[:, None] == column_head[None, :]
     key_columns = (first_kv_head + column_head) * key_head_stride
     value_columns = (first_kv_head + column_head) * value_head_stride
 
@@ -624,20 +596,6 @@ def _decode_attention_kernel(
     if has_slopes:
         slope = load_slopes(slopes, head, is_query)
 
-    if prefetch_tiles > 0:
-        ahead_begin = (begin - row_begin) * block_tokens
-        ahead_end = tl.minimum(length, ahead_begin + (end - begin) * block_tokens)
-        ahead_keys = keys + slot.to(tl.int64) * key_block_stride + first_kv_head * key_head_stride
-        _prefetch(
-            ahead_keys, key_token_stride, key_head_stride, ahead_begin, ahead_end,
-            prefetch_tiles * block_tokens, kv_heads, key_dim,
-        )  # fmt: skip
-        ahead_values = values + slot.to(tl.int64) * value_block_stride
-        ahead_values += first_kv_head * value_head_stride
-        _prefetch(
-            ahead_values, value_token_stride, value_head_stride, ahead_begin, ahead_end,
-            prefetch_tiles * block_tokens, kv_heads, value_dim,
-        )  # fmt: skip
     if waits_late == 0:
         await_predecessor(overlaps)
     if releases_early:
@@ -661,15 +619,9 @@ def _decode_attention_kernel(
             other=0.0,
             cache_modifier=".cg",  # as it may be read before the wait; likewise keys and values
         )  # [query_rows, key_dim]
-        if parts > 1:
-            q = tl.broadcast_to(q[None, :, :], (parts, query_rows, key_dim_pow2))
-            top = tl.full([parts, query_rows], float("-inf"), tl.float32)
-            total = tl.zeros([parts, query_rows], tl.float32)
-            acc = tl.zeros([parts, query_rows, value_dim_pow2], tl.float32)
-        else:
-            top = tl.full([query_rows], float("-inf"), tl.float32)
-            total = tl.zeros([query_rows], tl.float32)
-            acc = tl.zeros([query_rows, value_dim_pow2], tl.float32)
+        top = tl.full([query_rows], float("-inf"), tl.float32)
+        total = tl.zeros([query_rows], tl.float32)
+        acc = tl.zeros([query_rows, value_dim_pow2], tl.float32)
 
         for tile in range(tile_begin, tile_end):
             token = tile * block_tokens + column_token
@@ -693,50 +645,37 @@ def _decode_attention_kernel(
             if not same_strides:
                 value_rows = block * value_block_stride + place * value_token_stride + value_columns
             k = tl.load(
-                keys + tl.expand_dims(key_rows, -1) + dim_k,
-                mask=tl.expand_dims(is_token, -1) & (dim_k < key_dim),
+                keys + key_rows[:, None] + dim_k[None, :],
+                mask=is_token[:, None] & (dim_k < key_dim)[None, :],
                 other=0.0,
                 cache_modifier=".cg",
             )  # [columns, key_dim]
             v = tl.load(
-                values + tl.expand_dims(value_rows, -1) + dim_v,
-                mask=tl.expand_dims(is_token, -1) & (dim_v < value_dim),
+                values + value_rows[:, None] + dim_v[None, :],
+                mask=is_token[:, None] & (dim_v < value_dim)[None, :],
                 other=0.0,
                 cache_modifier=".cg",
             )  # [columns, value_dim]
 
-            if parts > 1:
-                products = tl.dot(q, tl.permute(k, (0, 2, 1)), input_precision="ieee")
-            else:
-                products = _products(q, k, key_dim_pow2)
-            scores = products * scale  # [query_rows, columns]
+            scores = _products(q, k, key_dim_pow2) * scale  # [query_rows, columns]
             if softcap is not None:
                 # tanh(x) = 1 - 2 / (e^2x + 1), also correct where e^2x is 0 or infinite
                 scores = softcap - 2 * softcap / (tl.exp2(scores * (2 * log2_e / softcap)) + 1)
             scores = scores * log2_e
             if has_slopes:
                 distance = (token - (length - 1)).to(tl.float32)
-                scores += slope[:, None] * tl.expand_dims(distance, -2)
-            scores = tl.where(same_head & tl.expand_dims(is_token, -2), scores, float("-inf"))
-            new_top = tl.maximum(top, tl.max(scores, -1))
-            base = new_top
-            if parts > 1:
-                # Every query sees at least one key of every tile, but not of every part.
-                base = tl.where(new_top == float("-inf"), 0.0, new_top)
-            weights = tl.exp2(scores - tl.expand_dims(base, -1))
-            decay = tl.exp2(top - base)
-            total = total * decay + tl.sum(weights, -1)
-            acc = acc * tl.expand_dims(decay, -1)
+                scores += slope[:, None] * distance[None, :]
+            scores = tl.where(same_head & is_token[None, :], scores, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, 1))  # of at least one key of every tile
+            weights = tl.exp2(scores - new_top[:, None])
+            decay = tl.exp2(top - new_top)
+            total = total * decay + tl.sum(weights, 1)
+            acc = acc * decay[:, None]
             acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
             top = new_top
 
         if not releases_early and row == last_row:
             release_successor(overlaps)
-        if parts > 1:
-            part_top, top = top, tl.max(top, 0)
-            part_weights = tl.exp2(part_top - tl.where(top == float("-inf"), 0.0, top)[None, :])
-            total = tl.sum(total * part_weights, 0)
-            acc = tl.sum(acc * part_weights[:, :, None], 0)
         if has_sinks:
             # A row in several shares gets it from the program that merges.
             is_whole = (row_begin >= begin) & (row_end <= end)
@@ -806,29 +745,6 @@ def _decode_attention_kernel(
                 )
     if waits_late != 0:
         await_predecessor(overlaps)
-
-
-@jit
-def _prefetch(
-    first_head: tensor,
-    token_stride: tensor,
-    head_stride: tensor,
-    begin: tensor,
-    end: tensor,
-    num_tokens: constexpr,
-    kv_heads: constexpr,
-    dim: constexpr,
-) -> None:
-    """Begin to fetch keys or values into the L2 cache: of `num_tokens` tokens from `begin` on, but
-    of none from `end` on.
-    """
-    item = tl.arange(0, num_tokens * kv_heads)
-    token = begin + item // kv_heads
-    wanted = token < end
-    rows = first_head + token.to(tl.int64) * token_stride + item % kv_heads * head_stride
-    step: constexpr = 64 * 8 // rows.dtype.element_ty.primitive_bitwidth
-    for first in tl.static_range(0, dim, step):
-        prefetch(rows + first, wanted)
 
 
 @jit
