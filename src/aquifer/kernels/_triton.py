@@ -43,10 +43,11 @@ When to release: at once, so that the successor's programs are resident when it 
 measurement, a kernel that streams for long releases only after its main loop: otherwise the
 successor's programs would occupy registers and shared memory of the SMs meanwhile.
 
-Prefetching the next weight into the L2 cache while small kernels run was tried and left out: in the
-engine, a step of one row of a 0.6B model took 2 % less time, and all others, of that and of an 8B
-model, up to 5 % more (benchmarks/gpu/decode_step_prefetch.json has the smaller one's kernels alone:
-7 % less for one row, 7 % more for 128).
+A kernel that waits may have the first tiles of its weight fetched into the L2 cache meanwhile
+(`prefetch`), in amounts found by measurement. Small kernels that fetch the weight of the next were
+tried and left out: in the engine, a step of one row of a 0.6B model took 2 % less time, and all
+others, of that and of an 8B model, up to 5 % more (benchmarks/gpu/decode_step_prefetch.json has the
+smaller one's kernels alone: 7 % less for one row, 7 % more for 128).
 
 Compilation
 -----------
@@ -406,6 +407,27 @@ def await_predecessor(overlaps: constexpr) -> None:
     """Wait until the kernel before this one is complete; see the rules above."""
     if overlaps:
         tl.extra.cuda.gdc_wait()
+
+
+@jit
+def prefetch(addresses: tensor, wanted: tensor) -> None:
+    """Begin to fetch the line around each wanted address into the L2 cache.
+
+    This may be done before the kernel waits: the cache sees what is written later.
+    """
+    tl.inline_asm_elementwise(
+        """{
+            .reg .pred wanted;
+            setp.ne.b32 wanted, $2, 0;
+            @wanted prefetch.global.L2 [$1];
+            mov.b32 $0, 0;
+        }""",
+        "=r,l,r",
+        [addresses, wanted.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @jit

@@ -5,8 +5,9 @@ larger products, leaves bandwidth unused where the matrix is small. So there are
 token, which can fuse the norm or the activation before the product, and for up to
 `MAX_TILE_TOKENS`. `best_tile` chooses; benchmarks/gpu/small_kernels.py measures the candidates.
 
-The kernels overlap with their neighbours, see `_triton.py`. Those for one token load the first
-tile of the weight into registers before they wait.
+The kernels overlap with their neighbours, see `_triton.py`. Before they wait, those for one token
+load the first tile of the weight into registers, and those for several have the first ones fetched
+into the L2 cache.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from aquifer.kernels._triton import (
     jit_once,
     launch_options,
     pow2,
+    prefetch,
     release_successor,
     runs_triton,
     tensor,
@@ -49,9 +51,9 @@ MAX_NORM_COLUMNS = 16384
 _ROWS_OF_FOUR = (1024, 3072)
 """Columns of a weight of which four rows at once are faster than two, for one token; measured."""
 
-_EARLY_RELEASE_BYTES = 16 << 20
-"""Kernels with a larger weight release their successor late. By measurement, the registers and
-shared memory that the successor's programs occupy then cost more than an early start saves."""
+_AHEAD_TILES = 2
+"""Tiles of the weight that a program for several tokens has fetched into the L2 cache while it
+waits. By measurement, more than one or four (benchmarks/gpu)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,8 +376,8 @@ def _tiled(
     _matrix_kernel[(num_tiles, tile.num_splits, num_parts)](
         x, weight, bias, out, partials, counters, num_tokens, num_out, num_in, x.stride(0),
         tokens=tokens, rows=tile.rows, columns=tile.columns, splits=tile.num_splits,
-        has_bias=bias is not None, even=num_in % tile.columns == 0,
-        releases_early=weight.numel() * weight.itemsize <= _EARLY_RELEASE_BYTES,
+        ahead_columns=_AHEAD_TILES * tile.columns, has_bias=bias is not None,
+        even=num_in % tile.columns == 0,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **launch_options(x.device),
     )  # fmt: skip
     return out
@@ -578,9 +580,9 @@ def _matrix_kernel(
     rows: constexpr,
     columns: constexpr,
     splits: constexpr,
+    ahead_columns: constexpr,
     has_bias: constexpr,
     even: constexpr,
-    releases_early: constexpr,
     overlaps: constexpr,
 ) -> None:
     """The weight is the left factor: its rows fill the tensor cores, tokens are the short side.
@@ -599,9 +601,10 @@ def _matrix_kernel(
     share = tl.cdiv(num_in, splits * columns) * columns
     begin = tl.program_id(1) * share
     end = tl.minimum(begin + share, num_in)
+    if overlaps:
+        _fetch_ahead(weight, row, num_out, num_in, begin, end, ahead_columns)
     await_predecessor(overlaps)
-    if releases_early:
-        release_successor(overlaps)
+    release_successor(overlaps)
     sums = tl.zeros([rows, tokens], tl.float32)
     for start in range(begin, end, columns):
         if even:
@@ -612,8 +615,6 @@ def _matrix_kernel(
             w = tl.load(weight_tile + start, mask=inside & within[None, :], other=0.0)
             v = tl.load(x_tile + start, mask=present & within[:, None], other=0.0)
         sums = tl.dot(w, v, sums, input_precision="ieee")
-    if not releases_early:
-        release_successor(overlaps)
     if splits == 1:
         _store_tile(out, bias, sums, row, token, num_out, num_tokens, has_bias)
     else:
@@ -632,6 +633,25 @@ def _matrix_kernel(
                 sums += tl.load(partials + split * split_size + place, cache_modifier=".cg")
             tl.store(tickets + own_tile, 0)
             _store_tile(out, bias, sums, row, token, num_out, num_tokens, has_bias)
+
+
+@jit
+def _fetch_ahead(
+    weight: tensor,
+    row: tensor,
+    num_out: tensor,
+    num_in: tensor,
+    begin: tensor,
+    end: tensor,
+    num_columns: constexpr,
+) -> None:
+    """Begin to fetch the first of a program's columns [begin, end) into the L2 cache."""
+    line_columns: constexpr = 128 * 8 // weight.dtype.element_ty.primitive_bitwidth
+    column = begin + tl.arange(0, num_columns // line_columns) * line_columns
+    prefetch(
+        weight + row.to(tl.int64)[:, None] * num_in + column[None, :],
+        (row < num_out)[:, None] & (column < end)[None, :],
+    )
 
 
 @jit
