@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +29,10 @@ guard_pages = os.environ.get("AQUIFER_GUARD_PAGES", "false" if HAS_GPU else "tru
 for variable in [name for name in os.environ if name.startswith("AQUIFER_")]:
     del os.environ[variable]
 os.environ["AQUIFER_GUARD_PAGES"] = guard_pages
+
+# Python keeps what it has compiled, as in the Makefile: the tests start many processes.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Triton decides whether to interpret its kernels when it is first imported.
 if not HAS_GPU and importlib.util.find_spec("triton") is not None:

@@ -14,6 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.cache.guards import in_use_bytes
+from tests.cases import tries
 from tests.memory.late_driver import LateDriver
 
 from aquifer.cache import KV_CACHES, kv_cache
@@ -533,5 +534,5 @@ class PagedGroups(GroupsMachine):
 TestVirtualGroups = VirtualGroups.TestCase
 TestPagedGroups = PagedGroups.TestCase
 TestVirtualGroups.settings = TestPagedGroups.settings = settings(
-    max_examples=50, stateful_step_count=50, deadline=None, database=None, derandomize=True
+    max_examples=tries(50), stateful_step_count=50, deadline=None, database=None, derandomize=True
 )

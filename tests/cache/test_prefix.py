@@ -14,6 +14,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.cases import tries
 
 from aquifer.cache import KV_CACHES, group_cache
 from aquifer.cache.base import KVLayout, LayerKV
@@ -428,7 +429,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
 TestPrefixMachine = PrefixMachine.TestCase
 TestPrefixMachine.settings = settings(
-    max_examples=120, stateful_step_count=60, deadline=None, database=None, derandomize=True
+    max_examples=tries(120), stateful_step_count=60, deadline=None, database=None, derandomize=True
 )
 
 

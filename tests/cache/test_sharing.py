@@ -17,6 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.cache.guards import guards_of, in_use_bytes
+from tests.cases import tries
 from tests.memory.late_driver import LateDriver
 from tests.memory.queued_mapper import QueuedMapper
 
@@ -549,10 +550,10 @@ TestPagedSharing = PagedMachine.TestCase
 TestLayerMajorSharing = LayerMajorMachine.TestCase
 TestLayerMajorPagedSharing = LayerMajorPagedMachine.TestCase
 TestVirtualSharing.settings = TestLargePagesSharing.settings = TestPagedSharing.settings = settings(
-    max_examples=50, stateful_step_count=60, deadline=None, database=None, derandomize=True
+    max_examples=tries(50), stateful_step_count=60, deadline=None, database=None, derandomize=True
 )
 TestLayerMajorSharing.settings = TestLayerMajorPagedSharing.settings = settings(
-    TestPagedSharing.settings, max_examples=25
+    TestPagedSharing.settings, max_examples=tries(25)
 )
 
 

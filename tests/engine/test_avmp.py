@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.architectures import HYBRIDS, OUR_DECODER, VOCAB_SIZE, save_tiny
+from tests.cases import covering
 
 from aquifer.bench.soak import check_idle
 from aquifer.cache import BASELINES
@@ -80,8 +81,11 @@ def test_the_same_tokens(folder: Path, expected: list[list[int]], kv_cache: str)
         check_idle(llm)
 
 
-@pytest.mark.parametrize("kv_cache", BASELINES)
-@pytest.mark.parametrize("preemption_mode", ["swap", "recompute"])
+@pytest.mark.parametrize(
+    ("folder", "kv_cache", "preemption_mode"),
+    covering(FAMILIES, BASELINES, ["swap", "recompute"], strength=2),
+    indirect=["folder"],
+)
 def test_requests_wait_for_slots(
     monkeypatch: pytest.MonkeyPatch,
     folder: Path,

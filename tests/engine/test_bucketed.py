@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.architectures import HYBRIDS, OUR_DECODER, VOCAB_SIZE, save_tiny
+from tests.cases import EVERY_CASE
 from tests.engine.books import MAX_TOKENS, PAGE_BYTES, SchedulerWorld
 
 from aquifer.bench.soak import Lengths, Sample, check_idle, soak
@@ -42,6 +43,19 @@ OUTPUT_TOKENS = 24
 GREEDY = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
 PROMPT_TOKENS = (1, 40, 7, 23, 60, 40, 12, 33, 5, 18)
 FORECASTS = {"none": None, "short": 2, "right": OUTPUT_TOKENS, "long": 500}
+
+each_shortage = pytest.mark.parametrize(
+    ("forecast", "preemption_mode"),
+    [
+        ("none", "swap"),
+        ("short", "swap"),
+        ("short", "recompute"),
+        ("right", "recompute"),
+        *([("none", "recompute"), ("right", "swap")] if EVERY_CASE else ()),
+    ],
+    indirect=["forecast"],
+)
+"""Forecasts where memory is short: most is preempted with those that are too short."""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -146,8 +160,7 @@ def test_bounds_follow_requests_that_end(folder: Path) -> None:
         assert cache.bounds.bounds == (16, before[-1])
 
 
-@pytest.mark.parametrize("forecast", ["none", "short", "right"], indirect=True)
-@pytest.mark.parametrize("preemption_mode", ["swap", "recompute"])
+@each_shortage
 def test_in_little_memory(
     folder: Path, expected: list[list[int]], forecast: int | None, preemption_mode: Any
 ) -> None:
@@ -164,8 +177,7 @@ def test_in_little_memory(
             assert (lane.num_swaps > 0) == (preemption_mode == "swap")
 
 
-@pytest.mark.parametrize("forecast", ["none", "short", "right"], indirect=True)
-@pytest.mark.parametrize("preemption_mode", ["swap", "recompute"])
+@each_shortage
 def test_in_memory_that_is_not_virtual(
     folder: Path, expected: list[list[int]], forecast: int | None, preemption_mode: Any
 ) -> None:
@@ -322,8 +334,15 @@ def test_what_fits_alone_is_served(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "preemption_mode", "is_virtual"),
-    [("hidden", "swap", True), ("shifting", "recompute", True), ("shifting", "swap", False)],
+    ("folder", "lengths", "preemption_mode", "is_virtual"),
+    [
+        (family, *case)
+        for number, case in enumerate(
+            [("hidden", "swap", True), ("shifting", "recompute", True), ("shifting", "swap", False)]
+        )
+        for family in (FAMILIES if EVERY_CASE else [FAMILIES[number % 2]])  # in turn
+    ],
+    indirect=["folder"],
 )
 @pytest.mark.usefixtures("random_forecasts")
 def test_a_crowd_in_short_memory(

@@ -123,22 +123,26 @@ def test_samples_that_outgrow_their_kv_share_nothing(cache: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "seed"),
-    [
-        *((("narrow", "large"), seed) for seed in (0, 73, 110)),
-        *((("windows", "wide", "uneven"), seed) for seed in (19, 45, 56, 136)),
-    ],
+    ("named", "cache", "num_together"),
+    covering(
+        [
+            *((("narrow", "large"), seed) for seed in (0, 73, 110)),
+            *((("windows", "wide", "uneven"), seed) for seed in (19, 45, 56, 136)),
+        ],
+        KV_CACHES,
+        [1, 2],
+        strength=2,
+    ),
 )
-@pytest.mark.parametrize("cache", KV_CACHES)
-@pytest.mark.parametrize("num_together", [1, 2])
 def test_what_fits_alone_is_served(
-    num_together: int, cache: str, names: tuple[str, ...], seed: int
+    named: tuple[tuple[str, ...], int], cache: str, num_together: int
 ) -> None:
     """Whatever ran or was retained before, and where it leaves not a page to spare.
 
     `SchedulerWorld.step` fails when a request does. In these cases blocks are scattered over more
     pages than they need.
     """
+    names, seed = named
     random = Random(seed)
     with ExitStack() as resources:
         world = SchedulerWorld(

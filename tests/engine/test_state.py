@@ -158,7 +158,7 @@ def clear(world: World) -> None:
 
 @pytest.mark.parametrize(
     ("name", "kv_cache", "steps"),
-    covering(NAMES, KV_CACHES, [(7, 1), (512, 1), (512, 0), (1, 1)], strength=2),
+    covering(NAMES, KV_CACHES, [(7, 1), (512, 1), (512, 0), (1, 1)], strength=1),
     ids=str,
 )
 def test_prefixes_are_found_with_their_state(

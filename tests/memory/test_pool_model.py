@@ -13,6 +13,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.cases import tries
 
 from aquifer.errors import InvariantError
 from aquifer.memory.driver.faulty import FaultyDriver
@@ -241,7 +242,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 TestPoolModel = PoolMachine.TestCase
 TestPoolModel.settings = settings(
-    max_examples=250, stateful_step_count=40, deadline=None, database=None, derandomize=True
+    max_examples=tries(250), stateful_step_count=40, deadline=None, database=None, derandomize=True
 )
 
 
