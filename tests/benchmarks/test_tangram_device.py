@@ -40,6 +40,7 @@ def test_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "LOCALITIES", {level: LOCALITIES[level] for level in ("L1", "L3")})
     for name, value in (("_DECODE_TOKENS", 6), ("_MOST_OUTPUT_TOKENS", 2), ("_REPEATS", 2)):
         monkeypatch.setattr(device, name, value)
+    monkeypatch.setattr(device, "_DECODE_BATCH", 2)
     monkeypatch.setattr(device, "POOL_FACTOR", 1.1)
     monkeypatch.setattr(device, "_PAGE_BYTES", 64 << 10)
     content: dict[str, Any] = {}

@@ -16,7 +16,7 @@ from zlib import crc32
 
 import numpy as np
 import pytest
-from tests.cases import covering
+from tests.cases import covering, tries
 from tests.engine.books import (
     LAYOUTS,
     MAX_SEQS,
@@ -186,7 +186,7 @@ def serve(
 
 
 @pytest.mark.parametrize(
-    ("seed", "cache", "num_ahead"), covering(range(4), KV_CACHES, (0, 1), strength=2)
+    ("seed", "cache", "num_ahead"), covering(range(tries(4)), KV_CACHES, (0, 1), strength=2)
 )
 def test_the_same_outputs_as_one_token_at_a_time(seed: int, cache: str, num_ahead: int) -> None:
     # Room for the longest request, and not much more.
@@ -195,7 +195,7 @@ def test_the_same_outputs_as_one_token_at_a_time(seed: int, cache: str, num_ahea
     check_equal(one, four)
 
 
-@pytest.mark.parametrize(("seed", "cache"), covering(range(4), KV_CACHES, strength=1))
+@pytest.mark.parametrize(("seed", "cache"), covering(range(tries(4)), KV_CACHES, strength=1))
 def test_windows_begin_where_the_true_length_says(seed: int, cache: str) -> None:
     """What a plan counts with may be more than the step brings: nothing is given back too early."""
     one = serve(cache, seed, 1, num_ahead=1, pages=40, name="windows")

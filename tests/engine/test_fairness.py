@@ -45,7 +45,7 @@ def test_a_client_with_one_request_gets_in_at_once(num_ahead: int) -> None:
     def wait(policies: Policies | None) -> int:
         with ExitStack() as resources:
             world = open_world(resources, num_ahead=num_ahead, policies=policies)
-            many = [add(world, "a", MAX_TOKENS - 4) for _ in range(5 * MAX_SEQS)]
+            many = [add(world, "a", MAX_TOKENS - 4) for _ in range(3 * MAX_SEQS)]
             for _ in range(10):
                 world.step()
             num_steps = steps_until(world, add(world, "b", 1), 1)
@@ -54,7 +54,7 @@ def test_a_client_with_one_request_gets_in_at_once(num_ahead: int) -> None:
             return num_steps
 
     assert wait(None) <= 3 + num_ahead
-    assert wait(Policies(admission=first_come)) > 4 * (MAX_TOKENS - 10), "in order of arrival"
+    assert wait(Policies(admission=first_come)) > 2 * (MAX_TOKENS - 10), "in order of arrival"
 
 
 def test_it_gets_in_at_once_where_memory_is_short() -> None:

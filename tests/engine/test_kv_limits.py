@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.architectures import ORIGINAL_TOKENS, OUR_DECODER, VOCAB_SIZE, save_tiny
+from tests.cases import covering
 from tests.engine.books import KV_LIMITS, SchedulerWorld
 
 from aquifer.bench.soak import check_idle
@@ -64,9 +65,10 @@ def generate(llm: LLM, prompts: Tokens, params: Any) -> list[Tokens]:
     return [[completion.token_ids for completion in out.outputs] for out in outputs]
 
 
-@pytest.mark.parametrize("max_num_batched_tokens", [16, 512])
-@pytest.mark.parametrize("num_ahead", [0, 1])
-@pytest.mark.parametrize("kv_cache", KV_CACHES)
+@pytest.mark.parametrize(
+    ("kv_cache", "num_ahead", "max_num_batched_tokens"),
+    covering(KV_CACHES, [0, 1], [16, 512], strength=2),
+)
 def test_every_length(
     model: tuple[Path, Any],
     prompts: Tokens,

@@ -8,6 +8,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from tests.cases import tries
 from tests.engine.life import PAGE_BYTES, Case, Open, World, each_kv_cache, make_case
 from tests.models.tiny import TINY_MODELS, TinyModel
 
@@ -78,7 +79,7 @@ def test_fine_tunes_take_what_they_differ_in(
     assert all_bytes <= 1.5 * weight_bytes
     assert len({tuple(case.completions[0]) for case in tuned_cases.values()}) > 1
     random = Random(1)
-    for _ in range(15):
+    for _ in range(tries(15)):
         for name in tuned:
             if not world.sent or random.random() < 0.7:
                 world.send(name, tuned_cases[name])

@@ -28,9 +28,12 @@ LAUNCHES = {"_rms_norm_kernel": 4, "_silu_mul_kernel": 1, "_rotary_angles_kernel
 """Launches of each kernel in one step; the first kernel runs with two dtypes."""
 ATTENTION = (
     (16, False, 1, False),
-    (128, True, 8, False),
-    (64, True, 8, True),
-    *([(128, False, 1, False)] if EVERY_KERNEL_CASE else ()),
+    (128, True, 8, True),
+    *(
+        [(128, True, 8, False), (64, True, 8, True), (128, False, 1, False)]
+        if EVERY_KERNEL_CASE
+        else ()
+    ),
 )
 """Head dimension, whether the KV is paged, rows that decode, and whether there are sinks and slopes
 (ALiBi)."""
