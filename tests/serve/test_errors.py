@@ -149,15 +149,11 @@ def test_bad_chat_templates(idle_server: RunningServer, template: str):
     _check(idle_server.call("POST", CHAT, body), 400, "chat template", "messages")
 
 
-@pytest.mark.parametrize(
-    ("template", "words"),
-    [
-        ("{{ [1]|batch(10**9, 0)|first|length }}", "more memory than 2.00 GiB"),
-        ("{{ (3 ** (10 ** 8)) % 7 }}", "longer than 10 s"),
-    ],
-)
-def test_chat_templates_that_take_too_much(idle_server: RunningServer, template: str, words: str):
+def test_a_chat_template_that_takes_too_much_memory(idle_server: RunningServer):
+    """`test_sandbox.py` has one that takes too long."""
+    template = "{{ [1]|batch(10**9, 0)|first|length }}"
     body = {"model": "tiny", "messages": HELLO, "chat_template": template}
+    words = "more memory than 2.00 GiB"
     _check(idle_server.call("POST", CHAT, body), 400, words, "chat_template")
 
 

@@ -1,0 +1,33 @@
+"""The worker process for clients' input, without a server."""
+
+from __future__ import annotations
+
+import asyncio
+from inspect import signature
+
+import pytest
+
+from aquifer.errors import RequestError
+from aquifer.serve.sandbox import Sandbox
+from aquifer.text.chat_template import ChatTemplate
+
+
+def test_what_takes_too_long_is_given_up() -> None:
+    """`test_errors.py` has a function that takes too much memory, over HTTP."""
+    template = ChatTemplate("{{ (3 ** (10 ** 8)) % 7 }}", {})
+
+    async def run() -> None:
+        sandbox = Sandbox([ChatTemplate.render], max_s=0.5)
+        try:
+            with pytest.raises(
+                RequestError, match=r"the chat template takes longer than 0\.5 s"
+            ) as e:
+                await sandbox.run(
+                    "the chat template", "chat_template", template.render, [], True, {}
+                )
+            assert e.value.param == "chat_template"
+        finally:
+            sandbox.close()
+
+    asyncio.run(run())
+    assert signature(Sandbox).parameters["max_s"].default == 10.0
