@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tests.cache.guards import guards_of, in_use_bytes
-from tests.cases import covering
+from tests.cases import covering, tries
 from tests.memory.small_driver import SmallDriver
 from tests.models.dense_kv import DenseKV
 
@@ -224,7 +224,7 @@ def test_layouts_that_cannot_be_layer_major():
 
 @pytest.mark.parametrize(
     ("name", "layout", "seed"),
-    covering(KV_CACHES, LAYOUTS, range(4), strength=2),
+    covering(KV_CACHES, LAYOUTS, range(tries(4)), strength=2),
     indirect=["name", "layout"],
 )
 def test_random_lives(name, layout, seed):
@@ -286,8 +286,9 @@ def test_no_two_slots_share_bytes(harness):
     assert len(seen) * 4 == harness.lengths.sum() * harness.layout.token_bytes
 
 
-@pytest.mark.parametrize("window_tokens", [None, 1, 6, 33])
-@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize(
+    ("window_tokens", "softcap"), covering([None, 1, 6, 33], [None, 3.0], strength=1)
+)
 def test_attention_in_chunks(harness, window_tokens, softcap):
     """A prompt in chunks beside others that decode, then all of them decode."""
     for slots, counts in [
@@ -303,8 +304,9 @@ def test_attention_in_chunks(harness, window_tokens, softcap):
         harness.read_back(slot)
 
 
-@pytest.mark.parametrize("option", ["has_sinks", "has_slopes"])
-@pytest.mark.parametrize("window_tokens", [None, 6])
+@pytest.mark.parametrize(
+    ("option", "window_tokens"), covering(["has_sinks", "has_slopes"], [None, 6], strength=1)
+)
 def test_attention_with_sinks_or_slopes(harness, window_tokens, option):
     """Each layer has sinks of its own."""
     for slots, counts in [([2], [9]), ([0, 2, 4], [31, 1, 12]), ([4, 2, 0], [1, 1, 20])]:

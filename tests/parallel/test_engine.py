@@ -27,7 +27,7 @@ RanksOf = Callable[[int], Ranks]
 PAGE_BYTES = 4096
 STEP_TOKENS = 20
 PLENTY_BYTES = 32 << 20
-OUTPUT_TOKENS = 10
+OUTPUT_TOKENS = 16
 CASES = [
     ("llama", 2, "virtual", "swap", 0),
     ("gpt2", 2, "paged", "swap", 0),
