@@ -20,7 +20,7 @@ from tests.architectures import (
     other_shape,
     save_tiny,
 )
-from tests.cases import EVERY_CASE
+from tests.cases import EVERY_CASE, covering
 
 from aquifer.cache import spans
 from aquifer.engine.params import SamplingParams
@@ -238,8 +238,11 @@ def test_rows_that_decode_apart_from_chunks(
         assert_same_tokens(llm, reference, list(range(len(reference.prompts))))
 
 
-@pytest.mark.parametrize("kv_cache", ["virtual", "paged"])
-@pytest.mark.parametrize("reference", [*EVERYWHERE, "falcon_h1"], indirect=True)
+@pytest.mark.parametrize(
+    ("reference", "kv_cache"),
+    covering([*EVERYWHERE, "falcon_h1"], ["virtual", "paged"], strength=1),
+    indirect=["reference"],
+)
 def test_tokens_of_layer_major_kv(reference: Reference, kv_cache: str) -> None:
     """With room for all, and with so little that sequences are preempted; prefixes are found."""
     options: Any = {"kv_cache": kv_cache, "kv_layout": "layer-major", "page_size": "4KiB"}

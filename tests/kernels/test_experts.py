@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.cases import EVERY_KERNEL_CASE, covering
+from tests.cases import EVERY_KERNEL_CASE, covering, tries
 
 from aquifer.kernels import _triton
 from aquifer.kernels import experts as module
@@ -583,7 +583,7 @@ def test_many_pairs_are_sorted(
 
 
 @settings(
-    max_examples=25,
+    max_examples=tries(25),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())
