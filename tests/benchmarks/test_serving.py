@@ -15,6 +15,8 @@ from aquifer.bench.serving.stream import Stream
 from aquifer.bench.workload import LengthRange
 from aquifer.errors import EngineError
 
+pytestmark = pytest.mark.usefixtures("imports_left_out")  # a load begins with a full collection
+
 STREAMS = Streams([1, 2], [0, 0], LengthRange(4, 4), LengthRange(7, 7), vocab_size=99, seed=3)
 
 
