@@ -288,7 +288,7 @@ def test_four_models_in_room_for_two_and_a_half(
     )
     random = Random(num_ahead)
     name, num_loads, num_sent = "a", 0, 0
-    num_requests = 1000 if EVERY_CASE else 150
+    num_requests = 1000 if EVERY_CASE else 300
     while num_sent < num_requests or world.engine.has_work:
         while num_sent < num_requests and len(world.open_requests) < 12:
             name = random.choice(NAMES) if random.random() < 0.2 else name
