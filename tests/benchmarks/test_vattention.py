@@ -259,7 +259,12 @@ def test_no_time_is_left(tmp_path: Path) -> None:
 
 
 class FakeWrapper:
-    """The calls of FlashInfer's wrappers that are used, by attention in plain torch."""
+    """The calls of FlashInfer's wrappers that are used, by attention in plain torch.
+
+    A wrapper for prompts is given the rows first.
+    """
+
+    error = 0.0  # of the results
 
     planned: list[tuple[Any, ...]] = []  # noqa: RUF012
 
@@ -272,7 +277,17 @@ class FakeWrapper:
 
     def run(self, query: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         assert kv.shape[1:] == (2, 16, 2, 16)
-        return query
+        indptr, indices = self.planned[-1][-7:-5]
+        results = []
+        for number, rows in enumerate(query.chunk(len(indptr) - 1)):
+            blocks = kv[indices[indptr[number] : indptr[number + 1]]]
+            # [heads, tokens, dim]
+            k, v = (each.flatten(0, 1).transpose(0, 1) for each in blocks.unbind(1))
+            result = torch.nn.functional.scaled_dot_product_attention(
+                rows.transpose(0, 1), k, v, is_causal=len(rows) > 1, enable_gqa=True
+            )
+            results.append(result.transpose(0, 1))
+        return torch.cat(results) + self.error
 
 
 def test_flash_infer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,6 +305,9 @@ def test_flash_infer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (indptr.tolist(), sorted(indices.tolist())) == ([0, 4], [0, 1, 2, 3])
     assert (last_page.tolist(), sizes) == ([16], [4, 2, 16, 16])
     assert FakeWrapper.planned[1][0].tolist() == [0, 2, 4, 6]
+    monkeypatch.setattr(FakeWrapper, "error", 1.0)
+    with pytest.raises(RuntimeError, match="FlashInfer's attention is off by"):
+        flash_infer.measure(TINY, Shape(1, 64, 64))
 
 
 def test_arguments(tmp_path: Path) -> None:
