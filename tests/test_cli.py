@@ -133,6 +133,21 @@ def test_memory_too_small_is_an_error(checkpoint: Path):
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, of Linux")
+def test_output_that_cannot_be_written_is_an_error():
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run(
+            [sys.executable, "-m", "aquifer", "--version"],
+            check=False,
+            text=True,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            timeout=PATIENCE_S,
+        )
+    assert result.returncode == 1
+    assert result.stderr == "error: the output could not be written: No space left on device\n"
+
+
 def test_run_answers_a_prompt_or_standard_input(checkpoint: Path):
     options = ("--max-tokens", "8", "--temperature", "0", "--memory", "16M")
     chat = _aquifer("run", checkpoint, "hello", *options)

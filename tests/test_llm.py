@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.engine.life import Case, make_cases
 from tests.models.tiny import TINY_MODELS
@@ -203,6 +204,22 @@ def test_what_is_no_prompt_is_refused(llm: LLM, prompt: Any, words: str) -> None
     prompts = prompt if isinstance(prompt, list) else [prompt]
     with pytest.raises(RequestError, match=words):
         llm.generate(prompts, SamplingParams(max_tokens=1))
+
+
+def test_what_is_no_list_of_prompts_is_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="a prompt is of type int"):
+        llm.generate(5)  # type: ignore[arg-type]
+
+
+def test_prompts_as_arrays_and_from_a_generator(llm: LLM, cases: list[Case]) -> None:
+    expected = [case.completions[0] for case in cases[:2]]
+    params = [case.params for case in cases[:2]]
+    prompts = [np.array(case.prompt) for case in cases[:2]]
+    for given in (prompts, (prompt for prompt in prompts)):
+        outputs = llm.generate(given, params)  # type: ignore[arg-type]
+        assert [output.outputs[0].token_ids for output in outputs] == expected
+    (output,) = llm.generate(prompts[0], params[0])  # type: ignore[arg-type]
+    assert output.outputs[0].token_ids == expected[0]
 
 
 def test_parameters_as_a_mapping_are_refused(llm: LLM) -> None:

@@ -86,8 +86,10 @@ def test_a_step_that_does_not_fit_changes_nothing():
 
 
 def test_misuse_is_told():
-    with pytest.raises(ConfigError, match="kv_heads is 0; it must be at least 1"):
+    with pytest.raises(ConfigError, match="kv_heads is 0; it must be a whole number of at least 1"):
         _open(kv_heads=0)
+    with pytest.raises(ConfigError, match=r"head_dim is 2\.5; it must be a whole number of at"):
+        _open(head_dim=2.5)
     with pytest.raises(ConfigError, match=r"page_size is 6.00 KiB; it must be a multiple of 4.00"):
         _open(page_size=6 << 10)
     with pytest.raises(ConfigError, match="kv_layout is 'NHD'; choose token-major or layer-major"):

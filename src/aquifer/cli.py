@@ -7,6 +7,8 @@ wrong option or path is reported at once.
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import platform
 import statistics
 import sys
@@ -87,6 +89,14 @@ def main() -> NoReturn:
     except AquiferError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        what = error.filename or "the output"
+        print(f"error: {what} could not be written: {error.strerror}", file=sys.stderr)
+        # What is buffered could not be written either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     sys.exit(0)
 
 

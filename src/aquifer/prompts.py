@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
+from numbers import Integral
 from typing import Any, TypeAlias
 
 from aquifer.errors import RequestError
@@ -20,10 +21,15 @@ _KEYS = ("prompt_token_ids", "prompt", "cache_salt")
 
 
 def is_one_prompt(prompts: Any) -> bool:
-    """Whether this is one prompt (text, a mapping, token ids), not a list of prompts."""
-    return isinstance(prompts, (str, Mapping)) or (
-        len(prompts) > 0 and all(isinstance(token_id, int) for token_id in prompts)
-    )
+    """Whether this is one prompt (text, a mapping, token ids), not a list of prompts.
+
+    What is neither is one prompt, so that `check_prompt` says what is wrong with it.
+    """
+    if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Iterable):
+        return True
+    if not isinstance(prompts, Sized):  # to look at what a generator yields would use it up
+        return False
+    return len(prompts) > 0 and all(isinstance(token_id, Integral) for token_id in prompts)
 
 
 def is_one_conversation(messages: Any) -> bool:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from numbers import Integral
 from types import TracebackType
 from typing import Literal
 
@@ -93,8 +94,8 @@ def init(
         ("kv_heads", kv_heads),
         ("head_dim", head_dim),
     ):
-        if value < 1:
-            raise ConfigError(f"{name} is {value}; it must be at least 1")
+        if not isinstance(value, Integral) or value < 1:
+            raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least 1")
     if kv_layout not in ("token-major", "layer-major"):
         raise ConfigError(f"kv_layout is {kv_layout!r}; choose token-major or layer-major")
     if kv_layout == "layer-major" and prompt_page_size is not None:

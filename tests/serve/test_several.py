@@ -169,6 +169,8 @@ def test_a_pinned_prefix_is_found(idle_server: RunningServer):
 
 
 def test_a_prefix_is_pinned_in_process(llm: LLM):
+    with pytest.raises(RequestError, match=r"it must have at least \d+, since blocks of KV"):
+        llm.pin_prefix([1])
     num_tokens = llm.pin_prefix({"prompt": LONG, "cache_salt": "pinned"})
     assert num_tokens > 0
     prompt = {"prompt": LONG + "And?", "cache_salt": "pinned"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from aquifer.cache.prefix import PrefixCache
@@ -52,8 +54,8 @@ class Pinning:
         num_blocks = footprint.whole_blocks(len(tokens))
         if num_blocks == 0:
             raise RequestError(
-                f"the prefix has {len(tokens)} tokens; blocks of KV, which are kept whole, hold "
-                f"{footprint.block_tokens:g}",
+                f"the prefix has {len(tokens)} tokens; it must have at least "
+                f"{math.ceil(footprint.block_tokens)}, since blocks of KV are kept whole",
                 param="prompt",
             )
         models = self._models
