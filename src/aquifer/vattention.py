@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from numbers import Integral
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -87,15 +87,16 @@ def init(
         ConfigError: a size does not fit the device.
         DriverError: the device is missing, or has no addresses for the tensors.
     """
-    for name, value in (
-        ("layers", layers),
-        ("max_batch", max_batch),
-        ("max_length", max_length),
-        ("kv_heads", kv_heads),
-        ("head_dim", head_dim),
-    ):
-        if not isinstance(value, Integral) or value < 1:
-            raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least 1")
+    numbers: dict[str, Any] = {
+        "layers": layers,
+        "max_batch": max_batch,
+        "max_length": max_length,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+    }
+    for name, number in numbers.items():
+        if not isinstance(number, Integral) or number < 1:
+            raise ConfigError(f"{name} is {number!r}; it must be a whole number of at least 1")
     if kv_layout not in ("token-major", "layer-major"):
         raise ConfigError(f"kv_layout is {kv_layout!r}; choose token-major or layer-major")
     if kv_layout == "layer-major" and prompt_page_size is not None:
