@@ -5,7 +5,6 @@ BIN := $(VENV)/bin
 PIP_OPTIONS :=
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check $(PIP_OPTIONS)
 EXAMPLES := .venv-examples
-TEST_PROCESSES = $(shell $(BIN)/python -c 'import os; print(1 + len(os.sched_getaffinity(0)))')
 
 # Python keeps what it has compiled, as the tests start many processes.
 unexport PYTHONDONTWRITEBYTECODE
@@ -29,11 +28,11 @@ lint: $(VENV)/installed-test
 types: $(VENV)/installed-test
 	$(BIN)/mypy
 
-# One process a core and one more, as tests of servers wait for theirs; one thread in each. Each
-# begins with tests of neighbouring files, which share what they set up, and takes over some of the
-# others' when it has done its own.
+# One process a core, and so one thread in each: a third on two cores made it slower. Each begins with
+# tests of neighbouring files, which share what they set up, and takes over some of the other's when
+# it has done its own.
 unit: $(VENV)/installed-test $(EXAMPLES)/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 # Every family in two shapes, both caches, chunks of 1, 7 and 512 tokens, with preemption: the tokens
 # of Transformers. `unit` runs a part of it. EVERY_CASE=1 has the same effect on `unit`, where other
