@@ -647,7 +647,8 @@ def _fetch_ahead(
 ) -> None:
     """Begin to fetch the first of a program's columns [begin, end) into the L2 cache."""
     line_columns: constexpr = 128 * 8 // weight.dtype.element_ty.primitive_bitwidth
-    column = begin + tl.arange(0, num_columns // line_columns) * line_columns
+    num_lines: constexpr = max(num_columns // line_columns, 1)
+    column = begin + tl.arange(0, num_lines) * line_columns
     prefetch(
         weight + row.to(tl.int64)[:, None] * num_in + column[None, :],
         (row < num_out)[:, None] & (column < end)[None, :],
