@@ -53,7 +53,7 @@ _ROWS_OF_FOUR = (1024, 3072)
 
 _AHEAD_TILES = 2
 """Tiles of the weight that a program for several tokens has fetched into the L2 cache while it
-waits. By measurement, more than one or four (benchmarks/gpu)."""
+waits. By measurement, two are faster than one or four (benchmarks/gpu)."""
 
 
 @dataclass(frozen=True, slots=True)
