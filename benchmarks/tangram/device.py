@@ -43,7 +43,6 @@ from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.engine import Engine
 from aquifer.engine.outputs import TokenOutput
 from aquifer.engine.params import Request, SamplingParams
-from aquifer.engine.reports import ModelState
 from aquifer.errors import InvariantError
 from aquifer.llm import LLM
 from aquifer.memory.owners import Kind, Owner
@@ -83,7 +82,7 @@ class Served:
     Args:
         model: its name.
         resident_bytes: of its weights when they arrived.
-        loading_s: from their arrival until all its weights were there; 0 if they were.
+        loading_s: time of the load; 0 if all weights were there.
         first_token_s: from their arrival to the first token of the last one.
         seconds: from their arrival to the last token.
         kv_bytes: of the pool that KV had in the end.
@@ -158,8 +157,7 @@ class Player:
             for name, status in engine.statuses.items():
                 if name != model and status.resident_bytes:
                     engine.unload_model(name)
-        loading_s = 0.0
-        is_resident = engine.statuses[model].state == ModelState.RESIDENT
+        loaded_s = engine.statuses[model].loading_s
         for request in requests:
             engine.add(request)
         waiting = {request.request_id for request in requests}
@@ -167,8 +165,6 @@ class Player:
         while engine.has_work:
             outputs: list[TokenOutput] = engine.step()
             now_s = time.perf_counter() - start_s
-            if not is_resident and engine.statuses[model].state == ModelState.RESIDENT:
-                is_resident, loading_s = True, now_s
             for output in outputs:
                 if output.error is not None:
                     raise InvariantError(f"a request failed: {output.error}")
@@ -176,6 +172,7 @@ class Player:
                     waiting.remove(output.request_id)
                     first_token_s = now_s
             kv_bytes = max(kv_bytes, _kv_bytes(engine, model))
+        loading_s = engine.statuses[model].loading_s - loaded_s
         return Served(model, resident_bytes, loading_s, first_token_s, now_s, kv_bytes)
 
 

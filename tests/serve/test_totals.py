@@ -111,6 +111,7 @@ def test_the_state_of_a_model_is_the_best_one(states, expected) -> None:
                 state,
                 10 * (index + 1),
                 num_loads=1,
+                loading_s=0.5,
                 error="why" if state is ModelState.FAILED else None,
                 is_pinned=index == 1,
                 left_s=None if index else 3.0,
@@ -123,7 +124,8 @@ def test_the_state_of_a_model_is_the_best_one(states, expected) -> None:
     status = total_memory(reports).models["m"].status
     assert status.state is expected
     assert (status.resident_bytes, status.weight_bytes, status.host_bytes) == (20, 100, 5)
-    assert (status.num_loads, status.is_pinned, status.left_s) == (2, True, 3.0)
+    assert (status.num_loads, status.loading_s) == (2, 1.0)
+    assert (status.is_pinned, status.left_s) == (True, 3.0)
     assert (status.error is None) == (expected is not ModelState.FAILED)
 
 

@@ -267,7 +267,8 @@ def test_groups_are_filled_while_others_get_their_pages():
     store = WeightStore(pool, OWNER, _parameters(9 * PAGE, 100, PAGE, 4 * PAGE))
     filled = Filled(driver)
     assert store.populate(filling=filled)
-    assert (filled.groups, filled.mapped_when_cancelled) == (list(store.groups), None)
+    ordered = [store.groups[index] for index in (2, 0, 1, 3)]  # by the size of their pages
+    assert (filled.groups, filled.mapped_when_cancelled) == (ordered, None)
     store.evict(store.groups[2:])
     filled = Filled(driver)
     assert store.populate(filling=filled)
@@ -275,18 +276,18 @@ def test_groups_are_filled_while_others_get_their_pages():
     store.evict()
     pool.trim()
     filled = Filled(driver)
-    driver.fail_at = driver.num_calls + 5  # after the pages of the first group
+    driver.fail_at = driver.num_calls + 3  # after the pages of the first group
     with pytest.raises(DriverError):
         store.populate(filling=filled)
-    assert filled.groups == list(store.groups[:1])
+    assert filled.groups == ordered[:1]
     assert filled.mapped_when_cancelled  # it is stopped before they lose their pages
     assert (driver.mapped_pages, store.resident) == (0, frozenset())
     driver.fail_at = None
-    others = pool.acquire(Owner("b", Kind.WEIGHTS), 40 - 10)
+    others = pool.acquire(Owner("b", Kind.WEIGHTS), 40 - 13)
     assert others is not None
     filled = Filled(driver)
     assert not store.populate(filling=filled)
-    assert filled.mapped_when_cancelled == (2 + 1) + 1  # of two groups: large, ordinary
+    assert filled.mapped_when_cancelled == 1 + (2 + 1)  # of two groups: large, ordinary
     pool.release(others)
     store.close()
     pool.close()

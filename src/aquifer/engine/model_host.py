@@ -176,9 +176,9 @@ class ModelHost(ModelLife):
         with torch_threads(self._thread_limit.most):
             super()._fill(on_progress)
 
-    def _make_ready(self, on_progress: Callable[[LoadProgress], None]) -> None:
+    def _make_ready(self, on_progress: Callable[[LoadProgress], None]) -> bool:
         if self._runner is not None:
-            return
+            return False
         file = self._checkpoint.fields.file
         with (
             torch_threads(self._thread_limit.most),
@@ -193,6 +193,7 @@ class ModelHost(ModelLife):
                 f"pool's {format_size(self._pool.budget_bytes)} that the weights leave; give less "
                 "of it, or a higher --memory"
             )
+        return True
 
     def _close_runner(self) -> None:
         if self._runner is not None:

@@ -59,6 +59,8 @@ class ModelLife(ABC):
             resident; None if nobody did.
         is_pinned: whether its weights stay.
         keep_alive_s: as given, or as the latest request says.
+        was_made_ready: whether its latest load has made what runs its steps, which takes memory
+            outside of pages; an earlier one may have.
     """
 
     info: ModelInfo
@@ -77,7 +79,10 @@ class ModelLife(ABC):
         self.asked: int | None = None
         self.is_pinned = False
         self.keep_alive_s = keep_alive_s
+        self.was_made_ready = False
         self._num_loads = 0
+        self._loading_s = 0.0
+        self._begun_s = math.inf  # when the latest load began
         self._scheduler = assembly.scheduler
         self._clock_s = assembly.clock_s
         self._copy_s = assembly.copy_s
@@ -100,6 +105,7 @@ class ModelLife(ABC):
             self.resident_bytes,
             self.info.weight_bytes,
             self._num_loads,
+            self._loading_s,
             self.error,
             shared_bytes=self._weights.shared_bytes,
             host_bytes=self._weights.host_bytes,
@@ -323,7 +329,8 @@ class ModelLife(ABC):
         """Take pages for the weights that are missing; it is loading then. False without room."""
         before = self.state
         self.state = ModelState.LOADING  # meanwhile what is there of it stays
-        self.loaded_s = self._clock_s() + self._weights.missing_s
+        self._begun_s = self._clock_s()
+        self.loaded_s = self._begun_s + self._weights.missing_s
         has_room = False
         try:
             has_room = self._weights.take_pages()
@@ -337,19 +344,20 @@ class ModelLife(ABC):
         self._weights.fill(on_progress)
 
     @abstractmethod
-    def _make_ready(self, on_progress: Callable[[LoadProgress], None]) -> None:
-        """Make what runs steps over the weights, which are there, if it is not made yet."""
+    def _make_ready(self, on_progress: Callable[[LoadProgress], None]) -> bool:
+        """Make what runs steps over the weights, which are there; False if it was made before."""
 
     def _prepare(self, on_progress: Callable[[LoadProgress], None]) -> None:
         """Prepare to run over the weights, which are there."""
         with self._failing():
-            self._make_ready(on_progress)
+            self.was_made_ready = self._make_ready(on_progress)
         self.state, self.error, self.asked = ModelState.RESIDENT, None, None
         self.loaded_s = None
         self.lane.is_resident = True
         self.lane.last_turn = -1  # it comes next, before others take its weights again
         self.ready_s = self.used_s = self._clock_s()
         self._num_loads += 1
+        self._loading_s += self.ready_s - self._begun_s
 
     @contextmanager
     def _failing(self) -> Iterator[None]:

@@ -162,7 +162,8 @@ class ModelSet(Generic[HostT]):
         Raises:
             ConfigError: it leaves none.
         """
-        self._pool.account_overhead(self._pool.driver.overhead_bytes())
+        if host.was_made_ready:  # asking the device may take as long as copying 100 MB
+            self._pool.account_overhead(self._pool.driver.overhead_bytes())
         try:
             self._check_room(host)
         except ConfigError:

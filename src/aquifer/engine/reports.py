@@ -51,6 +51,7 @@ class ModelStatus:
     resident_bytes: int  # of its weights, in whole pages
     weight_bytes: int  # of all of them
     num_loads: int = 0  # times that it became resident
+    loading_s: float = 0.0  # that took, from the first page of each load on
     error: str | None = None  # why loading it failed
     shared_bytes: int = 0  # of the resident ones, in pages that are accounted to another model
     host_bytes: int = 0  # of all of them, in the host cache

@@ -77,7 +77,7 @@ class EngineMetrics:
         if report is not None:
             families.append(_pool_bytes(report.devices or (report,)))
             families.append(_page_calls(report.devices or (report,)))
-            families.append(_loaded_bytes(report))
+            families += _loads(report)
             families += _evictions(report)
         registry = CollectorRegistry()
         registry.register(_Families(families))
@@ -230,8 +230,8 @@ def _page_calls(reports: Sequence[MemoryReport]) -> Metric:
     return family
 
 
-def _loaded_bytes(report: MemoryReport) -> Metric:
-    """Return bytes of weights by where they were loaded from."""
+def _loads(report: MemoryReport) -> Iterator[Metric]:
+    """Yield bytes of weights by where they were loaded from, and the time that it took."""
     family = CounterMetricFamily(
         "aquifer:loaded_weight_bytes",
         "Bytes of weights that were loaded: from a neighbour (another device of the machine), host "
@@ -240,7 +240,15 @@ def _loaded_bytes(report: MemoryReport) -> Metric:
     )
     for (model, source), num_bytes in sorted(report.loaded_bytes.items()):
         family.add_metric([model, source], num_bytes)
-    return family
+    yield family
+    family = CounterMetricFamily(
+        "aquifer:model_loading_seconds",
+        "Time that loads of a model took, from their first page until it could run.",
+        labels=["model"],
+    )
+    for model, memory in report.models.items():
+        family.add_metric([model], memory.status.loading_s)
+    yield family
 
 
 def _evictions(report: MemoryReport) -> Iterator[Metric]:

@@ -120,6 +120,7 @@ def model_dict(name: str, report: MemoryReport, info: ModelInfo) -> dict[str, An
             weights_in_host_cache=status.host_bytes,
         ),
         "loads": status.num_loads,
+        "loading_seconds": status.loading_s,
         **_keeping(status),
         "requests_running": model.num_running,
         "requests_waiting": model.num_waiting,

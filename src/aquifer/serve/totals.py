@@ -124,6 +124,7 @@ def _status(statuses: Sequence[ModelStatus]) -> ModelStatus:
         resident_bytes=max(each.resident_bytes for each in statuses),
         host_bytes=max(each.host_bytes for each in statuses),
         num_loads=sum(each.num_loads for each in statuses),
+        loading_s=sum(each.loading_s for each in statuses),
         is_saving=any(each.is_saving for each in statuses),
         is_pinned=any(each.is_pinned for each in statuses),
         left_s=max((each.left_s for each in statuses if each.left_s is not None), default=None),

@@ -264,8 +264,9 @@ class ReplayedModel(ModelLife):
         self.state = ModelState.REMOVED
         self._resources.close()
 
-    def _make_ready(self, on_progress: Callable[[LoadProgress], None]) -> None:
+    def _make_ready(self, on_progress: Callable[[LoadProgress], None]) -> bool:
         """Nothing is made: steps are counted and not run."""
+        return False
 
 
 class ExclusiveModel(ReplayedModel):

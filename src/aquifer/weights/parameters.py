@@ -222,6 +222,11 @@ class ParameterGroup:
         object.__setattr__(self, "num_pages", sum(len(pages) for _, pages in self.stretches))
 
     @property
+    def mean_page_units(self) -> float:
+        """Mean size of its pages, in ordinary ones."""
+        return self.num_pages / sum(len(pages) // size for size, pages in self.stretches)
+
+    @property
     def first_page(self) -> int:
         """Index of its first ordinary page in the placement."""
         return self.stretches[0][1].start

@@ -33,7 +33,8 @@ from aquifer.weights.parameters import (
     placed_bytes,
 )
 
-_ROOM_BYTES = 1 << 30  # what is evicted at a time: the first groups are filled meanwhile
+_ROOM_BYTES = 1 << 30  # what is evicted at a time: groups before are filled meanwhile
+_FIRST_ROOM_BYTES = 64 << 20  # at first nothing is filled
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,12 +195,16 @@ class WeightStore:
             for group in missing:
                 if group in same_as:
                     self._alias(group, same_as[group], undo)
+            # Those with large pages first: while they are filled, the others get their many pages.
             new = [group for group in missing if group not in same_as]
+            new.sort(key=lambda group: (-group.mean_page_units, group.num_pages))
             left_bytes = sum(group.num_pages for group in new) * self.placement.page_bytes
+            room_bytes = _FIRST_ROOM_BYTES
             for group in new:
                 group_bytes = group.num_pages * self.placement.page_bytes
                 if self._pool.free_bytes < group_bytes:
-                    self._pool.make_room(self.owner, max(min(left_bytes, _ROOM_BYTES), group_bytes))
+                    self._pool.make_room(self.owner, max(min(left_bytes, room_bytes), group_bytes))
+                    room_bytes = _ROOM_BYTES
                 left_bytes -= group_bytes
                 for residency, places in self.places(group):
                     if not residency.populate([places], is_overwritten=True):
