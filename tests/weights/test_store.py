@@ -61,13 +61,13 @@ def test_pages_are_as_large_as_they_are_full():
     assert store.populate()
     assert placement == Placement.plan(store.parameters, PAGE)
     assert pool.usage().in_use_bytes == {OWNER: placement.num_pages * PAGE}
-    # Six are large, one of which has small parameters, and one has half of that size.
+    # Six are large, one of which has small parameters, and one takes what is left of a group.
     assert pool.created_bytes == placement.num_pages * PAGE
     sizes_of_pages = [
         size for g in store.groups for size, pages in g.stretches for _ in pages[::size]
     ]
-    assert (sizes_of_pages.count(4), sizes_of_pages.count(2)) == (6, 1)
-    assert len(pool.pages) == len(sizes_of_pages) == placement.num_pages - 6 * 3 - 1
+    assert (sizes_of_pages.count(4), sizes_of_pages.count(3)) == (6, 1)
+    assert len(pool.pages) == len(sizes_of_pages) == placement.num_pages - 6 * 3 - 2
     for value, (name, tensor) in enumerate(store.tensors.items()):
         assert tensor.shape == (sizes[int(name)],)
         tensor.fill_(value)

@@ -15,7 +15,7 @@ import torch
 
 from aquifer.memory.host_buffer import in_pieces
 from aquifer.weights.host_cache import HostCache
-from aquifer.weights.loader import begin_copying
+from aquifer.weights.loader import begin_copying, work_so_far
 from aquifer.weights.neighbours import Borrowing, Neighbours
 from aquifer.weights.parameters import ParameterGroup
 from aquifer.weights.sources import SourceSpeeds, WeightSource
@@ -55,6 +55,7 @@ class Copies:
         self._sources: dict[ParameterGroup, WeightSource] = {}
         self._waits: list[Callable[[], None]] = []
         self._later: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._after: torch.cuda.Event | None = None  # what used the pages before
 
     def source_of(self, group: ParameterGroup) -> WeightSource:
         """Where a group comes from, or came from; before `finish`, where it is expected from."""
@@ -119,7 +120,9 @@ class Copies:
         if target.device.type == "cpu":
             self._later += pairs
         else:
-            self._waits.append(begin_copying(pairs))
+            if self._after is None:
+                self._after = work_so_far(target.device)
+            self._waits.append(begin_copying(pairs, self._after))
 
     def _finish_borrowing(self) -> list[ParameterGroup]:
         """End what was borrowed; returns the groups that have not come."""

@@ -4,9 +4,8 @@ Each large parameter starts on a page of its own, so that it can be evicted and 
 itself; small ones share the pages at the end of the model's range. These are the groups of a model:
 one for each large parameter, one for all small ones.
 
-Where the device has large pages, a group takes as many full large pages as fit in it, then pages of
-half the size, and so on down to ordinary ones: mapping costs by the page, and no more bytes are
-taken than with ordinary pages alone.
+Where the device has large pages, a group takes as many full large pages as fit in it, and one page
+of the rest's size: mapping costs by the page, and no more bytes are taken than with ordinary pages.
 """
 
 from __future__ import annotations
@@ -186,14 +185,11 @@ class Placement:
         return tuple(groups)
 
     def _group(self, names: tuple[str, ...], pages: range, large_page_bytes: int) -> ParameterGroup:
-        """Parameters at these pages: large ones as far as they fit, then ones of half the size."""
-        stretches: list[tuple[int, range]] = []
-        first, size = pages.start, max(large_page_bytes // self.page_bytes, 1)
-        while first < pages.stop:
-            end = first + (pages.stop - first) // size * size
-            if end > first:
-                stretches.append((size, range(first, end)))
-            first, size = end, max(size // 2, 1)
+        """Parameters at these pages: large ones as far as they fit, then one for the rest."""
+        size = max(large_page_bytes // self.page_bytes, 1)
+        end = pages.start + len(pages) // size * size
+        large, rest = range(pages.start, end), range(end, pages.stop)
+        stretches = [(size, large)] * bool(large) + [(len(rest), rest)] * bool(rest)
         return ParameterGroup(names, tuple(stretches))
 
 

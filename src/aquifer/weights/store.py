@@ -34,7 +34,7 @@ from aquifer.weights.parameters import (
 )
 
 _ROOM_BYTES = 1 << 30  # what is evicted at a time: groups before are filled meanwhile
-_FIRST_ROOM_BYTES = 64 << 20  # at first nothing is filled
+_FIRST_ROOM_BYTES = 64 << 20  # at first nothing is filled; each time twice as much
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ class WeightStore:
                 group_bytes = group.num_pages * self.placement.page_bytes
                 if self._pool.free_bytes < group_bytes:
                     self._pool.make_room(self.owner, max(min(left_bytes, room_bytes), group_bytes))
-                    room_bytes = _ROOM_BYTES
+                    room_bytes = min(2 * room_bytes, _ROOM_BYTES)
                 left_bytes -= group_bytes
                 for residency, places in self.places(group):
                     if not residency.populate([places], is_overwritten=True):

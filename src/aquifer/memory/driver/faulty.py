@@ -102,8 +102,8 @@ class FaultyDriver:
 
     def release(self, handles: Sequence[Handle]) -> None:
         """Pass on."""
+        self.live_handles.difference_update(handles)  # first: others may get the same ones
         self.inner.release(handles)
-        self.live_handles.difference_update(handles)
 
     def export(self, handles: Sequence[Handle]) -> ExportedPages:
         """Count, maybe fail, pass on."""
@@ -126,8 +126,8 @@ class FaultyDriver:
 
     def free(self, address: int, num_bytes: int) -> None:
         """Pass on."""
+        del self.reservations[address]  # first: another thread may get the same address
         self.inner.free(address, num_bytes)
-        del self.reservations[address]
 
     def map(self, address: int, handles: Sequence[Handle]) -> None:
         """Count, maybe fail, pass on."""
