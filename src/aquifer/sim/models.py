@@ -165,8 +165,7 @@ class TimedWeights(PooledWeights):
             self._share.stores.remove(self._store)
 
     def _begin(self) -> None:
-        now_s = self._clock.now_s
-        num_bytes = self._missing_bytes
+        now_s, num_bytes = self._clock.now_s, self._missing_bytes
         seconds = self._loading.start_s + sum(
             self.member.bytes_of(group) * self._byte_s(group) for group in self._to_fill
         )
