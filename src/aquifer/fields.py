@@ -10,6 +10,7 @@ As in Transformers, a field that is null counts as absent, and a flag that is nu
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,25 @@ class _LongNumber:
     """A whole number with too many digits, which is not computed."""
 
     num_digits: int
+
+
+def is_there(file: Path) -> bool:
+    """Whether a checkpoint has an optional file.
+
+    Raises:
+        ConfigError: something else has its name, such as a folder or a link to a file that is
+            missing, so that leaving it out would not be what the checkpoint means.
+    """
+    try:
+        if file.is_file():
+            return True
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {one_line(error)}") from error
+    if os.path.lexists(file):
+        raise ConfigError(
+            f"cannot read {file}: it is no file, or a link to none; download it again, or remove it"
+        )
+    return False
 
 
 def read_text(file: Path, most_bytes: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import struct
 import subprocess
@@ -138,6 +139,39 @@ def _entry(folder: Path, **entry: Any) -> None:
     _header(folder, json.dumps({"weight": whole}).encode(), bytes(8))
 
 
+def _pair(folder: Path, *, second: list[int], num_bytes: int) -> None:
+    """A file of two tensors, the first one of which has the first 8 bytes of the data."""
+    entry = {"dtype": "F32", "shape": [2]}
+    header = {"b": {**entry, "data_offsets": second}, "a": {**entry, "data_offsets": [0, 8]}}
+    _header(folder, json.dumps(header).encode(), bytes(num_bytes))
+
+
+def _in_place_of(name: str, make: Callable[[Path], Any], folder: Path) -> Path:
+    """Something that is no file, with the name of one."""
+    (folder / name).unlink()
+    make(folder / name)
+    return folder / name
+
+
+def _repeated(named: dict[str, str], folder: Path) -> None:
+    """Shards all of which have one tensor: zeros, but for the last one.
+
+    Args:
+        named: what the index says of it, and of others that it alone has.
+        folder: the checkpoint.
+    """
+    names = _shard(folder)
+    shards = {name: load_file(folder / name) for name in names}
+    original = next(shard[UP_PROJ] for shard in shards.values() if UP_PROJ in shard)
+    for name, shard in shards.items():
+        shard[UP_PROJ] = original if name == names[-1] else torch.zeros_like(original)
+        save_file(shard, folder / name)
+    index = folder / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    del weight_map[UP_PROJ]
+    index.write_text(json.dumps({"weight_map": weight_map | named}))
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no such path": (shutil.rmtree, r"no such model: .*/tiny does not exist"),
     "no config": (
@@ -228,7 +262,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "unknown dtype": (lambda f: _entry(f, dtype="F4"), r"'weight' has the unknown dtype 'F4'"),
     "unknown dtype of a long name": (
         lambda f: _header(f, b'{"%s":{"dtype":"%s"}}' % (b"w" * 10_000, b"F" * 10_000)),
-        r"tensor 'w{197}\.\.\.' has the unknown dtype 'F{197}\.\.\.'$",
+        r"tensor 'w{197}\.\.\.' has the unknown dtype 'F{197}\.\.\.'; convert it to one of BF16,",
     ),
     "dtype of another kind": (lambda f: _entry(f, dtype=["F32"]), r"damaged safetensors header"),
     "shape and bytes differ": (
@@ -243,6 +277,69 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "shape is infinite": (
         lambda f: _header(f, b'{"w":{"dtype":"F32","shape":[1e999],"data_offsets":[0,8]}}'),
         r"damaged safetensors header",
+    ),
+    "shape is no list": (lambda f: _entry(f, shape="2"), r"must be lists of whole numbers"),
+    "shape of texts": (lambda f: _entry(f, shape=["2"]), r"must be lists of whole numbers"),
+    "shape of flags": (lambda f: _entry(f, shape=[True, 2]), r"must be lists of whole numbers"),
+    "shape is fractional": (lambda f: _entry(f, shape=[2.0]), r"'2.0' is no whole number"),
+    "shape of many digits": (
+        lambda f: _header(f, b'{"w":{"dtype":"F32","shape":[%s],' % (b"9" * 4000)),
+        r"damaged safetensors header \(ValueError: a number has 4000 digits\); download it again$",
+    ),
+    "tensors overlap": (
+        partial(_pair, second=[4, 12], num_bytes=12),
+        r"model.safetensors has a damaged .* tensor 'b' overlaps another one at byte",
+    ),
+    "tensors are the same": (
+        partial(_pair, second=[0, 8], num_bytes=8),
+        r"tensor 'a' overlaps another one at byte",
+    ),
+    "a gap between tensors": (
+        partial(_pair, second=[12, 20], num_bytes=20),
+        r"tensor 'b' follows a gap at byte .*; download it again",
+    ),
+    "bytes behind the last tensor": (
+        partial(_pair, second=[8, 16], num_bytes=21),
+        r"model.safetensors has 5 bytes behind its last tensor; download it again",
+    ),
+    "a name occurs twice": (
+        lambda f: _header(
+            f,
+            b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},'
+            b'"w":{"dtype":"F32","shape":[2],"data_offsets":[8,16]}}',
+            bytes(16),
+        ),
+        r"damaged safetensors header \(ValueError: 'w' occurs twice\); download it again",
+    ),
+    "header in UTF-16": (
+        lambda f: _header(f, json.dumps({"w": {}}).encode("utf-16")),
+        r"damaged safetensors header",
+    ),
+    "name is no Unicode": (
+        lambda f: _header(
+            f, b'{"\\ud800":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}', bytes(8)
+        ),
+        r"damaged safetensors header \(UnicodeEncodeError",
+    ),
+    "weights are a folder": (
+        partial(_in_place_of, "model.safetensors", Path.mkdir),
+        r"cannot read .*model.safetensors: it is no file, or a link to none; download it again",
+    ),
+    "generation_config.json is a link to nothing": (
+        partial(_in_place_of, "generation_config.json", lambda f: f.symlink_to("nowhere")),
+        r"cannot read .*generation_config.json: it is no file, or a link to none",
+    ),
+    "index is a pipe": (
+        lambda folder: (
+            _shard(folder),
+            _in_place_of("model.safetensors.index.json", os.mkfifo, folder),
+        ),
+        r"cannot read .*index.json: it is no file, or a link to none",
+    ),
+    "a tensor is in two shards": (
+        partial(_repeated, {"other": "model-00001-of-00003.safetensors"}),
+        rf"tensor '{UP_PROJ}' is in model-00001-of-00003.safetensors and in model-00002-of-00003."
+        r"safetensors, and model.safetensors.index.json names neither for it",
     ),
     "no offsets": (lambda f: _entry(f, data_offsets=None), r"damaged safetensors header"),
     "beyond the end": (
@@ -315,6 +412,26 @@ def test_damaged(folder, damage):
     act, message = DAMAGE[damage]
     act(folder)
     _check_refused(folder, message)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_the_index_says_which_of_equal_names_is_meant(folder, number):
+    file = f"model-0000{number}-of-00003.safetensors"
+    _repeated({UP_PROJ: file}, folder)
+    assert Checkpoint.open(folder).tensors[UP_PROJ].file == folder / file
+
+
+def test_tensors_may_lie_in_any_order_and_be_empty(folder):
+    entry = {"dtype": "F32", "shape": [2]}
+    empty = {"dtype": "F32", "shape": [0, 1 << 40], "data_offsets": [8, 8]}
+    header = {
+        "b": {**entry, "data_offsets": [8, 16]},
+        "empty": empty,
+        "a": {**entry, "data_offsets": [0, 8]},
+        "__metadata__": {"format": "pt"},
+    }
+    _header(folder, json.dumps(header).encode() + b"   ", bytes(16))
+    assert Checkpoint.open(folder).tensors.keys() == {"a", "b", "empty"}
 
 
 def test_many_missing_shards_are_counted(folder):

@@ -30,7 +30,7 @@ from aquifer.engine.step_input import StepInput
 from aquifer.engine.step_limits import StepLimits
 from aquifer.engine.threads import Products, ThreadControl, ThreadLimit, torch_threads
 from aquifer.errors import ConfigError, as_config_error
-from aquifer.fields import read_fields
+from aquifer.fields import is_there, read_fields
 from aquifer.models import ModelPlan, Planner
 from aquifer.models.limits import MOST_HEADS
 from aquifer.predict.choice import make_forecaster
@@ -314,7 +314,7 @@ def _eos_ids(name: str, checkpoint: Checkpoint, vocab_size: int) -> frozenset[in
     """
     file = checkpoint.path / "generation_config.json"
     fields = checkpoint.fields
-    if file.is_file():
+    if is_there(file):
         generation = read_fields(file)
         if _EOS in generation.values:  # null, too, overrides the other file
             fields = generation

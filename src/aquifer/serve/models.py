@@ -10,7 +10,7 @@ from typing import Any
 from aquifer.config import ModelSpec
 from aquifer.engine.params import SamplingParams
 from aquifer.errors import ConfigError, RequestError
-from aquifer.fields import read_fields
+from aquifer.fields import is_there, read_fields
 from aquifer.text import Tokenizer
 
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -65,7 +65,7 @@ def sampling_defaults(folder: Path) -> dict[str, Any]:
         ConfigError: the file cannot be read, or a value is invalid.
     """
     file = folder / "generation_config.json"
-    if not file.is_file():
+    if not is_there(file):
         return {}
     fields = read_fields(file)
     defaults = {name: fields.values[name] for name in _DEFAULTS if name in fields}

@@ -1,16 +1,15 @@
 """A Hugging Face checkpoint directory: configuration and tensor headers, checked before loading.
 
-Tensors are read from their byte ranges straight into their final place. For that, the header of a
-safetensors file (an 8-byte length, a JSON table, then the data) is parsed here: the format's own
-library returns new tensors, which would be a second copy in memory.
+Tensors are read from their byte ranges straight into their final place. For that, the headers of
+safetensors files are parsed by our own code: the format's own library returns new tensors, which
+would be a second copy in memory.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import struct
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,28 +18,12 @@ from typing import Any
 import torch
 
 from aquifer.errors import ConfigError, one_line
-from aquifer.fields import LIST_BYTES, Fields, read_fields
+from aquifer.fields import LIST_BYTES, Fields, is_there, read_fields
 from aquifer.weights.forms import Form, Target
+from aquifer.weights.header import quoted, read_header
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
-_MAX_HEADER_BYTES = 100 << 20  # the limit that the format's own library has
 _CONVERT_BYTES = 8 << 20  # scratch buffer for tensors that are converted, transposed or decoded
-_MOST_DIMS = 64  # dimensions of a tensor of torch
 _MOST_NAME_BYTES = 255  # of a file, in the file systems of Linux
-_MOST_SHOWN = 200  # characters of a tensor's name in a message
 _MOST_NAMED = 3  # names of missing files in one message
 
 
@@ -144,9 +127,7 @@ class Checkpoint:
         """
         folder = Path(path).expanduser()
         fields = read_config(folder)
-        tensors: dict[str, StoredTensor] = {}
-        for file in _weight_files(folder):
-            tensors.update(_read_header(file))
+        tensors = _stored_tensors(folder)
         if not tensors:
             raise ConfigError(f"{folder} holds no tensors: its safetensors files are empty")
         return cls(folder, fields, tensors)
@@ -250,12 +231,48 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     ).dtype
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
+def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """The tensors of all safetensors files of a checkpoint, by name.
+
+    Raises:
+        ConfigError: a file is missing or damaged, or a tensor is in several files and the index
+            does not say in which one.
+    """
     single = folder / "model.safetensors"
-    if single.is_file():
-        return [single]
-    if not index.is_file():
+    if is_there(single):
+        return _tensors_of(single)
+    index = folder / "model.safetensors.index.json"
+    files = _files_of_index(folder, index)
+    found: defaultdict[str, list[StoredTensor]] = defaultdict(list)
+    for file in sorted(set(files.values())):
+        for name, stored in _tensors_of(file).items():
+            found[name].append(stored)
+    tensors: dict[str, StoredTensor] = {}
+    for name, places in found.items():
+        meant = [stored for stored in places if stored.file == files.get(name)]
+        if len(places) > 1 and not meant:
+            raise ConfigError(
+                f"{folder}: tensor {quoted(name)} is in {places[0].file.name} and in "
+                f"{places[1].file.name}, and {index.name} names neither for it; download it again"
+            )
+        tensors[name] = (meant or places)[0]
+    return tensors
+
+
+def _tensors_of(file: Path) -> dict[str, StoredTensor]:
+    return {
+        name: StoredTensor(file, entry.dtype, entry.shape, entry.offset_bytes, entry.num_bytes)
+        for name, entry in read_header(file).items()
+    }
+
+
+def _files_of_index(folder: Path, index: Path) -> dict[str, Path]:
+    """The file of each tensor that an index lists.
+
+    Raises:
+        ConfigError: there is no index, or it is damaged, or a file is missing.
+    """
+    if not is_there(index):
         others = sorted(p.name for p in folder.glob("*.bin")) + sorted(
             p.name for p in folder.glob("*.gguf")
         )
@@ -266,11 +283,10 @@ def _weight_files(folder: Path) -> list[Path]:
             f"{folder} holds neither model.safetensors nor model.safetensors.index.json{found}"
         )
     weight_map = read_fields(index, LIST_BYTES).section("weight_map")
-    names = {_file_name(weight_map, tensor) for tensor in weight_map.values}
-    files = [folder / name for name in sorted(names)]
+    files = {tensor: folder / _file_name(weight_map, tensor) for tensor in weight_map.values}
     if not files:
         raise ConfigError(f"{index} has no weight_map from tensors to files; download it again")
-    missing = [file.name for file in files if not file.is_file()]
+    missing = [file.name for file in sorted(set(files.values())) if not file.is_file()]
     if missing:
         more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
         raise ConfigError(
@@ -294,74 +310,6 @@ def _file_name(weight_map: Fields, tensor: str) -> str:
     if not is_plain or "/" in name or "\\" in name or len(os.fsencode(name)) > _MOST_NAME_BYTES:
         raise weight_map.error(tensor, "the name of a file in the same folder, without a path")
     return str(name)
-
-
-def _read_header(file: Path) -> dict[str, StoredTensor]:
-    try:
-        file_bytes = file.stat().st_size
-        with file.open("rb") as stream:
-            prefix = stream.read(8)
-            header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-            if not 0 < header_bytes <= min(file_bytes - 8, _MAX_HEADER_BYTES):
-                raise ConfigError(
-                    f"{file} is truncated or no safetensors file (bad header length); "
-                    "download it again"
-                )
-            raw = stream.read(header_bytes)
-    except OSError as error:
-        raise ConfigError(f"cannot read {file}: {error}") from error
-    data_start = 8 + header_bytes
-    try:
-        header = json.loads(raw)
-        return {
-            name: _stored_tensor(file, name, entry, data_start, file_bytes)
-            for name, entry in header.items()
-            if name != "__metadata__"
-        }
-    except ConfigError:
-        raise
-    except (
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        ArithmeticError,
-        RecursionError,
-    ) as error:
-        raise ConfigError(
-            f"{file} has a damaged safetensors header ({one_line(error)}); download it again"
-        ) from error
-
-
-def _stored_tensor(
-    file: Path, name: str, entry: dict[str, Any], data_start: int, file_bytes: int
-) -> StoredTensor:
-    label = _quoted(name)
-    if entry["dtype"] not in _DTYPES:
-        raise ConfigError(f"{file}: tensor {label} has the unknown dtype {_quoted(entry['dtype'])}")
-    dtype = _DTYPES[entry["dtype"]]
-    if len(entry["shape"]) > _MOST_DIMS:
-        raise ConfigError(f"{file}: tensor {label} has more than {_MOST_DIMS} dimensions")
-    shape = tuple(int(n) for n in entry["shape"])
-    begin, end = (int(n) for n in entry["data_offsets"])
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if min((begin, *shape)) < 0 or end - begin != num_bytes:
-        raise ConfigError(
-            f"{file}: tensor {label} of shape {list(shape)} takes {num_bytes} bytes, the header "
-            f"gives it {end - begin}; download it again"
-        )
-    if data_start + end > file_bytes:
-        raise ConfigError(
-            f"{file} is truncated: tensor {label} ends at byte {data_start + end}, the file at "
-            f"{file_bytes}; download it again"
-        )
-    return StoredTensor(file, dtype, shape, data_start + begin, num_bytes)
-
-
-def _quoted(name: str) -> str:
-    """A name in a file, of any length, as messages show it."""
-    is_long = len(name) > _MOST_SHOWN
-    return repr(name[: _MOST_SHOWN - 3] + "..." if is_long else name)
 
 
 def read_range(file: Path, offset_bytes: int, out: torch.Tensor) -> None:
