@@ -25,7 +25,7 @@ from aquifer.engine.outputs import (
     TokenOutput,
 )
 from aquifer.engine.params import BeamSearchParams, Request, SamplingParams
-from aquifer.errors import ConfigError, RequestError
+from aquifer.errors import ConfigError, EngineError, RequestError
 from aquifer.text import Delta, Detokenizer, OutputBuilder, StopStrings, Tokenizer
 
 CONVERSATION = [{"role": "user", "content": "hi"}]
@@ -576,6 +576,87 @@ def test_damaged_files_are_the_operators_to_mend(folder: Path, name: str, conten
     if name == "tokenizer_config.json":
         fields = re.findall(r'^{"(\w+)": ', content.decode())
         assert all(f": {field} is " in str(caught.value) for field in fields)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_link_to_nothing_is_not_taken_for_a_missing_file(folder: Path, name: str) -> None:
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to("nowhere")
+    with pytest.raises(ConfigError, match=f"cannot read .*{name}: it is no file, or a link"):
+        Tokenizer.load(folder)
+
+
+def edit_tokenizer(folder: Path, **changes: Any) -> Tokenizer:
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer is not None
+    return tokenizer
+
+
+def test_a_tokenizer_of_absurd_size_is_not_read(folder: Path) -> None:
+    with (folder / "tokenizer.json").open("r+b") as file:
+        file.truncate(1 << 40)  # a sparse file
+    with pytest.raises(ConfigError, match=r"tokenizer.json: it has more than 256.00 MiB"):
+        Tokenizer.load(folder)
+
+
+@pytest.mark.parametrize("charsmap", ["AAAA", "AAIAAP////////////////8="])
+def test_a_tokenizer_that_panics_when_it_is_read(folder: Path, charsmap: str) -> None:
+    normalizer = {"type": "Precompiled", "precompiled_charsmap": charsmap}
+    with pytest.raises(ConfigError, match=r"cannot read .*tokenizer.json: PanicException: "):
+        edit_tokenizer(folder, normalizer=normalizer)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "<unk>"}},
+        {"model": {"type": "Unigram", "vocab": [], "unk_id": None, "byte_fallback": False}},
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "BAAAAAAAAAA="}},
+        {"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "b"}},
+        {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+        {"normalizer": {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": "b"}},
+    ],
+)
+def test_a_tokenizer_that_fails_on_a_text(folder: Path, changes: dict[str, Any]) -> None:
+    """By an exception or a panic, which is no `Exception`."""
+    tokenizer = edit_tokenizer(folder, **changes)
+    with pytest.raises(RequestError, match="tokenizer cannot encode the text: ") as caught:
+        tokenizer.encode("a" * 30 + "X")
+    assert caught.value.param == "prompt"
+
+
+def test_a_tokenizer_that_fails_on_tokens(folder: Path) -> None:
+    pattern = {"Regex": "(a+)+$"}
+    replace = {"type": "Replace", "pattern": pattern, "content": "b"}
+    tokenizer = edit_tokenizer(
+        folder, decoder={"type": "Sequence", "decoders": [{"type": "Fuse"}, replace]}
+    )
+    (letter,), (other,) = tokenizer.encode("a"), tokenizer.encode("X")
+    fatal = [letter] * 30 + [other]
+    with pytest.raises(EngineError, match="tokenizer cannot decode the output: PanicException"):
+        tokenizer.decode(fatal)
+    with pytest.raises(EngineError, match="tokenizer cannot decode the output: PanicException"):
+        tokenizer.decode(fatal * 10)
+    assert tokenizer.decode([other]) == "X"
+    assert pieces_of(tokenizer, [], [other, other]) == ["X", "X"]
+
+
+def test_truncation_and_padding_are_for_training(folder: Path) -> None:
+    """As in Transformers, a prompt is encoded whole, and as it is."""
+    expected = edit_tokenizer(folder).encode("some text")
+    truncation = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    padding = {
+        "strategy": {"Fixed": 10**12},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "<pad>",
+    }
+    assert edit_tokenizer(folder, truncation=truncation).encode("some text") == expected
+    assert edit_tokenizer(folder, truncation=None, padding=padding).encode("some text") == expected
 
 
 def test_what_real_tokenizer_configurations_hold(folder: Path) -> None:

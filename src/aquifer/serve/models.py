@@ -14,6 +14,7 @@ from aquifer.fields import is_there, read_fields
 from aquifer.text import Tokenizer
 
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_MESSAGE_CHARS = 300  # length to which a message that quotes a value is cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ def sampling_defaults(folder: Path) -> dict[str, Any]:
     try:
         SamplingParams(**defaults)
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"cannot use {file}: {error}") from error
+        raise ConfigError(f"cannot use {file}: {str(error)[:_MESSAGE_CHARS]}") from error
     return defaults
 
 

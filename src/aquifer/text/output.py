@@ -16,7 +16,7 @@ from aquifer.engine.outputs import (
     TokenOutput,
 )
 from aquifer.engine.params import Request
-from aquifer.text.tokenizer import Tokenizer
+from aquifer.text.tokenizer import Tokenizer, cannot_decode, reason_of
 
 _PRIMING_TOKENS = 5  # last prompt tokens decoded first: they decide the output's leading space
 _MAX_WAITING_TOKENS = 16
@@ -56,18 +56,26 @@ class Detokenizer:
         self._num_shown_chars = 0  # beginning of the stream's next text that was returned before
 
     def push(self, token_id: int) -> str:
-        """Add a token; return the text that it completes, possibly empty."""
+        """Add a token; return the text that it completes, possibly empty.
+
+        Raises:
+            EngineError: the tokenizer fails on it.
+        """
         if token_id in self._left_out or self._backend.id_to_token(token_id) is None:
             return ""  # decoding leaves it out, and the stream would hold it until text comes
         self._held.append(token_id)
         try:
             text = self._stream.step(self._backend, token_id)
-        except Exception:
+        except BaseException as error:
+            reason_of(error)
             # The backend raises a bare Exception("Invalid prefix") if the text of a prefix
             # changes with the tokens that follow. A new stream gives this token's own text.
             self._restart([])
             self._held.append(token_id)
-            text = self._stream.step(self._backend, token_id)
+            try:
+                text = self._stream.step(self._backend, token_id)
+            except BaseException as error:
+                raise cannot_decode(error) from error
         if text:
             text = text[self._num_shown_chars :]
             self._num_shown_chars = 0

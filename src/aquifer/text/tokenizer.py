@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer as BackendTokenizer
 
-from aquifer.errors import ConfigError, ContextLengthError, RequestError, one_line
-from aquifer.fields import LIST_BYTES, Fields, read_fields, read_text
+from aquifer.errors import ConfigError, ContextLengthError, EngineError, RequestError, one_line
+from aquifer.fields import LIST_BYTES, Fields, is_there, read_fields, read_text
+from aquifer.sizes import format_size
 
 if TYPE_CHECKING:
     from aquifer.text.chat_template import ChatTemplate
@@ -22,6 +23,9 @@ _SPECIAL_TOKENS = frozenset(
     f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 )
 _TEMPLATES = 'a text, or a list of objects, each with a "name" and a "template" as text'
+
+_MOST_BYTES = 256 << 20
+"""Size of the largest `tokenizer.json`. Real ones have up to 40 MB."""
 
 _MANY_TOKENS = 256
 """From here on, decoding is worth to let other threads run meanwhile."""
@@ -88,19 +92,16 @@ class Tokenizer:
             ConfigError: a file exists but cannot be read, or a field of it is impossible.
         """
         file = folder / "tokenizer.json"
-        if not file.is_file():
+        if not is_there(file):
             return None
-        try:
-            backend = BackendTokenizer.from_file(str(file))
-        except Exception as error:  # the backend raises bare Exception
-            raise ConfigError(f"cannot read {file}: {one_line(error)}") from error
+        backend = _read_backend(file)
         config_file = folder / "tokenizer_config.json"
         fields = Fields(config_file, {})
-        if config_file.is_file():
+        if is_there(config_file):
             fields = read_fields(config_file, LIST_BYTES)
         special_tokens, default_template = _special_tokens(fields), _default_template(fields)
         template_file = folder / "chat_template.jinja"
-        if chat_template is None and template_file.is_file():
+        if chat_template is None and is_there(template_file):
             chat_template = read_text(template_file, LIST_BYTES)
         return cls(backend, chat_template or default_template, special_tokens, fields.values)
 
@@ -132,7 +133,8 @@ class Tokenizer:
 
         Raises:
             ContextLengthError: the text is longer than `max_tokens` of the longest token.
-            RequestError: it is not valid Unicode: JSON can express lone surrogates.
+            RequestError: it is not valid Unicode: JSON can express lone surrogates. Or the
+                tokenizer fails on it.
         """
         if max_tokens is not None and len(text) > max_tokens * self._max_token_chars:
             raise ContextLengthError(
@@ -147,17 +149,26 @@ class Tokenizer:
             )
         except TypeError as error:
             raise RequestError("the text is not valid Unicode", param="prompt") from error
+        except BaseException as error:
+            reason = reason_of(error)
+            raise RequestError(
+                f"the model's tokenizer cannot encode the text: {reason}", param="prompt"
+            ) from error
         return list(encoding.ids)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Decode token ids to text; incomplete UTF-8 sequences become U+FFFD."""
-        if len(token_ids) < _MANY_TOKENS:
-            return str(
-                self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-            )
-        (text,) = self.backend.decode_batch(
-            [list(token_ids)], skip_special_tokens=skip_special_tokens
-        )
+        """Decode token ids to text; incomplete UTF-8 sequences become U+FFFD.
+
+        Raises:
+            EngineError: the tokenizer fails on them.
+        """
+        ids = list(token_ids)
+        try:
+            if len(ids) < _MANY_TOKENS:
+                return str(self.backend.decode(ids, skip_special_tokens=skip_special_tokens))
+            (text,) = self.backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            raise cannot_decode(error) from error
         return str(text)
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -204,6 +215,50 @@ class Tokenizer:
         """
         text = self.chat(chat_template).render(messages, add_generation_prompt, template_args)
         return self.encode(text, add_special_tokens=False)
+
+
+def reason_of(error: BaseException) -> str:
+    """Why a call of the `tokenizers` package failed, for another message.
+
+    Its code in Rust raises bare exceptions. Where it panics, as on an index that is out of bounds,
+    the exception is no `Exception`, and its class has no name that could be imported.
+
+    Raises:
+        BaseException: the error itself, if it is neither: the process is to end.
+    """
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
+    return one_line(error)
+
+
+def cannot_decode(error: BaseException) -> EngineError:
+    """The error of a request whose output the tokenizer fails on, as for `reason_of`."""
+    return EngineError(f"the model's tokenizer cannot decode the output: {reason_of(error)}")
+
+
+def _read_backend(file: Path) -> BackendTokenizer:
+    """Read a `tokenizer.json`.
+
+    What it says of truncation and padding is for training; as in Transformers, it is not used.
+
+    Raises:
+        ConfigError: it is too large, or cannot be read.
+    """
+    try:
+        num_bytes = file.stat().st_size
+        if num_bytes > _MOST_BYTES:
+            raise ConfigError(
+                f"cannot read {file}: it has more than {format_size(_MOST_BYTES)}; download it "
+                "again"
+            )
+        backend = BackendTokenizer.from_file(str(file))
+    except ConfigError:
+        raise
+    except BaseException as error:
+        raise ConfigError(f"cannot read {file}: {reason_of(error)}") from error
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
 
 
 def _special_tokens(fields: Fields) -> dict[str, str]:
