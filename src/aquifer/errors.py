@@ -7,6 +7,7 @@ AquiferError
 │   ├── MalformedBodyError      its body is not JSON
 │   ├── ContextLengthError      prompt and output do not fit the model's context
 │   ├── CapacityError           the request needs more memory than the pool could ever give
+│   ├── LimitError              processing it takes more time or memory than it may
 │   ├── UnknownModelError       no model of that name is served
 │   └── QueueFullError          not now: too many requests are waiting
 ├── EngineError      the engine stopped before the request finished; the server reports it
@@ -91,6 +92,10 @@ class CapacityError(RequestError):
     """The request needs more memory than the pool could ever give it."""
 
     code = "insufficient_memory"
+
+
+class LimitError(RequestError):
+    """Processing the request takes more time or memory than it may."""
 
 
 class UnknownModelError(RequestError):

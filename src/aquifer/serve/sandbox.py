@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-from aquifer.errors import QueueFullError, RequestError
+from aquifer.errors import LimitError, QueueFullError, RequestError
 from aquifer.sizes import format_size
 
 _LARGE_RESIDENT_BYTES = 512 << 20
@@ -65,7 +65,8 @@ class Sandbox:
             args: its arguments.
 
         Raises:
-            RequestError: the function raised an exception, or exceeded a limit.
+            RequestError: the function raised an exception.
+            LimitError: it exceeded a limit.
             QueueFullError: too many are waiting.
         """
         if not self._places.acquire(blocking=False):
@@ -91,16 +92,14 @@ class Sandbox:
         try:
             connection.send_bytes(pickle.dumps((what, param, function, args)))
             if not connection.poll(self._max_s):
-                raise RequestError(
+                raise LimitError(
                     f"{what} takes longer than {self._max_s:g} s; send less at a time", param
                 )
             is_error, answer, is_last = pickle.loads(connection.recv_bytes())
         except (EOFError, OSError):
             self._end_worker()
-            raise RequestError(
-                f"{what} takes too much memory; send less at a time", param
-            ) from None
-        except RequestError:
+            raise LimitError(f"{what} takes too much memory; send less at a time", param) from None
+        except LimitError:
             self._end_worker()
             raise
         if is_last:
@@ -159,7 +158,7 @@ def _work(connection: Connection, max_bytes: int, _: tuple[Callable[..., Any], .
             answer = pickle.dumps((True, error, _is_large()))
         except MemoryError:
             limit = format_size(max_bytes)
-            refusal = RequestError(
+            refusal: RequestError = LimitError(
                 f"{what} takes more memory than {limit}; send less at a time", param
             )
             answer = pickle.dumps((True, refusal, True))

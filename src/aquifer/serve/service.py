@@ -29,6 +29,7 @@ from aquifer.serve.protocol.requests import CompletionRequest, TemplateFields
 from aquifer.serve.protocol.responses import ModelCard
 from aquifer.serve.request_log import RequestLog
 from aquifer.serve.sandbox import Sandbox
+from aquifer.serve.templates import Templates
 from aquifer.text.chat_template import ChatTemplate
 
 _INLINE_CHARS = 4096  # longer texts are tokenised in a thread
@@ -91,10 +92,12 @@ class Service:
         self._shares_by_key = shares_by_key
         self._trusts_templates = trusts_templates
         self._sandbox = Sandbox([parse_body, *([ChatTemplate.render] if trusts_templates else [])])
+        self._templates = Templates()
 
     def close(self) -> None:
         """End the processes that this one has started."""
         self._sandbox.close()
+        self._templates.close()
 
     def add(self, model: ServedModel, aliases: Mapping[str, str]) -> None:
         """Serve another model.
@@ -115,6 +118,7 @@ class Service:
             aliases: of all models then.
         """
         self.models.pop(name, None)
+        self._templates.forget(name)
         self._aliases = dict(aliases)
 
     def model(self, name: str | None) -> ServedModel:
@@ -218,8 +222,7 @@ class Service:
                 "the chat template", "chat_template", template.render, *args
             )
         else:
-            num_chars = sum(len(message.get("content") or "") for message in messages)
-            text = await off_loop(num_chars + len(messages), partial(template.render, *args))
+            text = await self._templates.render(model.info.name, template, *args)
         return await encode(model, text, special=False)
 
     def jobs(
