@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
-import anyio.to_thread
 from fastapi import Depends, Request
 from pydantic import BaseModel
 
@@ -24,6 +23,7 @@ from aquifer.serve.http import key_name_of
 from aquifer.serve.limits import BodyReader
 from aquifer.serve.metrics import Metrics
 from aquifer.serve.models import TextModel, check_token_ids
+from aquifer.serve.off_loop import OffLoop
 from aquifer.serve.protocol.parsing import parse_body
 from aquifer.serve.protocol.requests import CompletionRequest, TemplateFields
 from aquifer.serve.protocol.responses import ModelCard
@@ -32,20 +32,19 @@ from aquifer.serve.sandbox import Sandbox
 from aquifer.serve.templates import Templates
 from aquifer.text.chat_template import ChatTemplate
 
-_INLINE_CHARS = 4096  # longer texts are tokenised in a thread
 _INLINE_BYTES = 64 << 10
 """Longer bodies are parsed in another process: parsing holds the interpreter from first to last."""
 
 _Body = TypeVar("_Body", bound=BaseModel)
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A served model: its text side and the engine's description of it."""
+    """A served model: its text side, the engine's description of it, where texts are encoded."""
 
     text: TextModel
     info: ModelInfo
+    off_loop: OffLoop = field(default_factory=OffLoop)
 
 
 class Service:
@@ -381,18 +380,6 @@ async def encode(
         RequestError: there is no tokenizer, the text is not valid Unicode, or far too long.
     """
     tokenizer, limit = model.text.need_tokenizer(), model.info.max_model_len
-    return await off_loop(
+    return await model.off_loop.run(
         num_chars or len(text), partial(tokenizer.encode, text, special, max_tokens=limit)
     )
-
-
-async def off_loop(size: int, work: Callable[[], _T]) -> _T:
-    """Run `work`; in a thread if it may take long, so that other streams continue.
-
-    Args:
-        size: characters or tokens that it looks at.
-        work: the work.
-    """
-    if size <= _INLINE_CHARS:
-        return work()
-    return await anyio.to_thread.run_sync(work)

@@ -11,7 +11,7 @@ from aquifer.serve.http import json_response
 from aquifer.serve.models import check_token_ids
 from aquifer.serve.protocol.requests import DetokenizeRequest, TokenizeRequest
 from aquifer.serve.protocol.responses import DetokenizeResponse, TokenizeResponse, TokenizerInfo
-from aquifer.serve.service import Served, encode, off_loop, parsed
+from aquifer.serve.service import Served, encode, parsed
 
 
 async def tokenize(
@@ -27,7 +27,9 @@ async def tokenize(
     token_strs = None
     if body.return_token_strs:
         decode = partial(model.text.need_tokenizer().decode, skip_special_tokens=False)
-        token_strs = await off_loop(len(token_ids), lambda: [decode([i]) for i in token_ids])
+        token_strs = await model.off_loop.run(
+            len(token_ids), lambda: [decode([i]) for i in token_ids]
+        )
     return TokenizeResponse(
         count=len(token_ids),
         max_model_len=model.info.max_model_len,
@@ -45,7 +47,7 @@ async def detokenize(
     if body.tokens:
         check_token_ids(body.tokens, model.info.vocab_size, "tokens")
     decode = partial(tokenizer.decode, body.tokens, skip_special_tokens=False)
-    return DetokenizeResponse(prompt=await off_loop(len(body.tokens), decode))
+    return DetokenizeResponse(prompt=await model.off_loop.run(len(body.tokens), decode))
 
 
 async def tokenizer_info(service: Served, model: str | None = None) -> Response:
