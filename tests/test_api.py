@@ -56,8 +56,9 @@ def test_importing_aquifer_is_cheap():
     assert not modules & {"torch", "transformers", "numpy", "fastapi", "pydantic", "rich", "typer"}
 
 
-def test_the_web_process_does_without_torch():
-    assert "torch" not in _modules_after("import aquifer.serve.server")
+@pytest.mark.parametrize("module", ["server", "web"])
+def test_the_web_process_does_without_torch_and_transformers(module):
+    assert not {"torch", "transformers"} & _modules_after(f"import aquifer.serve.{module}")
 
 
 def test_the_command_line_starts_without_torch_and_web():

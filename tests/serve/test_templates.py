@@ -51,6 +51,16 @@ def test_conversations_are_rendered_with_variables() -> None:
     assert signature(Templates).parameters["max_s"].default == 10.0
 
 
+def test_a_worker_that_was_started_before_renders() -> None:
+    async def run() -> None:
+        async with templates() as renderer:
+            renderer.start()
+            renderer.start()  # is no change
+            assert await renderer.render("a", GOOD, MESSAGES, True, {"mood": "!"}) == "hi<s>!"
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("template", [ENDLESS, UNINTERRUPTIBLE, LARGE])
 def test_a_template_that_exceeds_a_limit_gets_its_own_worker(template: ChatTemplate) -> None:
     async def run() -> None:

@@ -44,6 +44,11 @@ class TextModel:
         tokenizer = Tokenizer.load(spec.path, chat_template)
         return cls(spec.name, spec.path, tokenizer, sampling_defaults(spec.path))
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations can be sent to it."""
+        return self.tokenizer is not None and self.tokenizer.chat_template is not None
+
     def need_tokenizer(self) -> Tokenizer:
         """Return the tokenizer.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -13,7 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from aquifer.errors import LimitError, QueueFullError, RequestError
 from aquifer.sizes import format_size
@@ -29,11 +30,11 @@ T = TypeVar("T")
 class Sandbox:
     """Runs functions one after another in a worker process, within limits of time and memory.
 
-    The worker is started for the first function, and again after one that exceeded a limit. Only
-    the function that exceeded it fails.
+    The worker is started by `start` or for the first function, and again after one that exceeded a
+    limit. Only the function that exceeded it fails.
 
     Args:
-        functions: what it will run; the worker imports it before its first job.
+        modules: what the functions need; the worker imports them before its first job.
         max_s: time that a function may take.
         max_bytes: address space that the worker may have.
         max_waiting: functions that may wait; more are refused.
@@ -41,17 +42,21 @@ class Sandbox:
 
     def __init__(
         self,
-        functions: Sequence[Callable[..., Any]],
+        modules: Sequence[str],
         max_s: float = 10.0,
         max_bytes: int = 2 << 30,
         max_waiting: int = 16,
     ) -> None:
-        self._functions = tuple(functions)
+        self._modules = tuple(modules)
         self._max_s = max_s
         self._max_bytes = max_bytes
         self._places = threading.BoundedSemaphore(max_waiting)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="aquifer-sandbox")
         self._worker: tuple[multiprocessing.process.BaseProcess, Connection] | None = None
+
+    def start(self) -> None:
+        """Begin to start the worker, if there is none."""
+        self._thread.submit(lambda: self._worker or self._start_worker())
 
     async def run(
         self, what: str, param: str | None, function: Callable[..., T], *args: object
@@ -114,7 +119,7 @@ class Sandbox:
         connection, theirs = context.Pipe()
         process = context.Process(
             target=_work,
-            args=(theirs, self._max_bytes, self._functions),
+            args=(theirs, self._max_bytes, self._modules),
             name="aquifer-sandbox",
             daemon=True,
         )
@@ -137,12 +142,14 @@ class Sandbox:
             connection.close()
 
 
-def _work(connection: Connection, max_bytes: int, _: tuple[Callable[..., Any], ...]) -> None:
+def _work(connection: Connection, max_bytes: int, modules: Sequence[str]) -> None:
     """Run the worker: answer functions with their results until the pipe ends."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the web process decides when to stop
     gc.disable()  # what is parsed has no cycles, and looking for some takes most of the time
     os.nice(5)  # the loop and the engine come first
+    for module in modules:
+        importlib.import_module(module)
     connection.send_bytes(b"")
     resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
     while True:

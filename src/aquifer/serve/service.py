@@ -30,7 +30,7 @@ from aquifer.serve.protocol.responses import ModelCard
 from aquifer.serve.request_log import RequestLog
 from aquifer.serve.sandbox import Sandbox
 from aquifer.serve.templates import Templates
-from aquifer.text.chat_template import ChatTemplate
+from aquifer.text.chat_template import RENDERER
 
 _INLINE_BYTES = 64 << 10
 """Longer bodies are parsed in another process: parsing holds the interpreter from first to last."""
@@ -54,6 +54,7 @@ class Service:
         client: of the engine, whose models are ready.
         models: by served name.
         aliases: served names by the other names that clients may use.
+        templates: renders the models' chat templates; closed by the caller, after this.
         trusts_templates: whether clients may send chat templates.
         salts_by_key: whether clients with different API keys share no retained prefixes.
         shares_by_key: whether clients with different API keys share the models fairly.
@@ -67,6 +68,7 @@ class Service:
         client: EngineClient,
         models: Mapping[str, ServedModel],
         aliases: Mapping[str, str],
+        templates: Templates,
         *,
         trusts_templates: bool = False,
         salts_by_key: bool = False,
@@ -90,13 +92,12 @@ class Service:
         self._salts_by_key = salts_by_key
         self._shares_by_key = shares_by_key
         self._trusts_templates = trusts_templates
-        self._sandbox = Sandbox([parse_body, *([ChatTemplate.render] if trusts_templates else [])])
-        self._templates = Templates()
+        self._sandbox = Sandbox([parse_body.__module__, *([RENDERER] if trusts_templates else [])])
+        self._templates = templates
 
     def close(self) -> None:
         """End the processes that this one has started."""
         self._sandbox.close()
-        self._templates.close()
 
     def add(self, model: ServedModel, aliases: Mapping[str, str]) -> None:
         """Serve another model.

@@ -13,7 +13,7 @@ from typing import Any
 
 from aquifer.errors import LimitError
 from aquifer.serve.sandbox import Sandbox
-from aquifer.text.chat_template import ChatTemplate
+from aquifer.text.chat_template import RENDERER, ChatTemplate
 
 _MANY = 1 << 20
 """Models whose renderings may wait for the shared worker: of each, one does at a time."""
@@ -33,7 +33,7 @@ class Templates:
 
     def __init__(self, max_s: float = 10.0) -> None:
         self._max_s = max_s
-        self._shared = Sandbox([ChatTemplate.render], max_s, max_waiting=_MANY)
+        self._shared = Sandbox([RENDERER], max_s, max_waiting=_MANY)
         self._own: dict[str, Sandbox] = {}
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
@@ -41,6 +41,10 @@ class Templates:
     def separated(self) -> frozenset[str]:
         """Models that have a worker of their own."""
         return frozenset(self._own)
+
+    def start(self) -> None:
+        """Begin to start the shared worker, so that the first conversation need not wait for it."""
+        self._shared.start()
 
     async def render(
         self,
@@ -72,7 +76,7 @@ class Templates:
                     try:
                         return await self._shared.run(what, "messages", template.render, *args)
                     except LimitError:
-                        self._own[model] = Sandbox([ChatTemplate.render], self._max_s)
+                        self._own[model] = Sandbox([RENDERER], self._max_s)
                         raise
         return await self._own[model].run(what, "messages", template.render, *args)
 

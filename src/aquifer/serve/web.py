@@ -1,6 +1,6 @@
 """The HTTP half of a server: application, service, uvicorn.
 
-Importing it takes a second and more, so it is imported while the engine process starts.
+Importing it takes half a second and more, so it is imported while the engine process starts.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from aquifer.serve.limits import (
 from aquifer.serve.messages import Availability, Outputs
 from aquifer.serve.models import TextModel
 from aquifer.serve.service import ServedModel, Service
+from aquifer.serve.templates import Templates
 
 _KEEP_ALIVE_S = 60  # longer than most clients keep a connection, so that they close it first
 
@@ -68,6 +69,7 @@ class Web:
             has_tokenizer_info=config.enable_tokenizer_info_endpoint,
         )
         self._uvicorn = http_server(self._app, config.shutdown_timeout_s)
+        self._templates = Templates()
         self._texts: list[TextModel] = []
         self._service: Service | None = None
 
@@ -85,6 +87,8 @@ class Web:
         self._texts = await asyncio.to_thread(
             lambda: [TextModel.load(spec, template) for spec in self._engine.models]
         )
+        if any(text.has_chat_template for text in self._texts):
+            self._templates.start()
 
     async def open(self, models: Mapping[str, ModelInfo]) -> None:
         """Answer requests for these models, by served name. Pre-condition: `prepare`."""
@@ -93,6 +97,7 @@ class Web:
             self._client,
             served,
             aliases_of(self._engine.models),
+            self._templates,
             trusts_templates=self._config.trust_request_chat_template,
             salts_by_key=self._config.salts_by_key,
             shares_by_key=len(self._config.api_keys) > 1,
@@ -109,6 +114,8 @@ class Web:
         """
         assert self._service is not None
         text = await asyncio.to_thread(TextModel.load, spec, self._config.chat_template)
+        if text.has_chat_template:
+            self._templates.start()
         self._engine = replace(self._engine, models=(*self._engine.models, spec))
         self._service.add(ServedModel(text, info), aliases_of(self._engine.models))
 
@@ -138,6 +145,7 @@ class Web:
         await self._client.drain(timeout_s)
         if self._service is not None:
             self._service.close()
+        self._templates.close()
 
     def kill(self) -> None:
         """Nothing to do: there are no other processes that serve."""

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transformers.utils.chat_template_utils import render_jinja_template
-
 from aquifer.errors import RequestError
+
+RENDERER = "transformers.utils.chat_template_utils"
+"""The module that renders. Importing it takes a second, so it is imported with the first use; a
+process that is to render soon may import it before."""
 
 _MAX_MESSAGE_CHARS = 1000
 
@@ -43,6 +45,8 @@ class ChatTemplate:
                 client's values, so any exception can come from it.
             MemoryError: it needs more memory than the process may have.
         """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
         try:
             rendered, _ = render_jinja_template(
                 conversations=[list(messages)],

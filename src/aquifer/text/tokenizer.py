@@ -8,16 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tokenizers import Tokenizer as BackendTokenizer
 
 from aquifer.errors import ConfigError, ContextLengthError, EngineError, RequestError, one_line
 from aquifer.fields import LIST_BYTES, Fields, is_there, read_fields, read_text
 from aquifer.sizes import format_size
-
-if TYPE_CHECKING:
-    from aquifer.text.chat_template import ChatTemplate
+from aquifer.text.chat_template import ChatTemplate
 
 _SPECIAL_TOKENS = frozenset(
     f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -189,9 +187,6 @@ class Tokenizer:
         Raises:
             RequestError: the model has none.
         """
-        # Imported here, as it takes a second and more; a server does so while its models load.
-        from aquifer.text.chat_template import ChatTemplate
-
         source = template or self.chat_template
         if source is None:
             raise RequestError(
