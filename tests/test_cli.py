@@ -91,6 +91,7 @@ def test_no_command_shows_help():
         ),
         (["serve", "demo", "--host", "256.0.0.1"], "256.0.0.1"),
         (["serve", "demo", "--host", 64 * "a"], "is not an address of this machine"),
+        (["serve", "demo", "--host", "192.0.2.77", "--port", "0"], "'192.0.2.77' is not an addres"),
         (["serve", "demo", "--log-level", "loud"], "choose debug, info, warning or error"),
         (["serve", "demo", "--allowed-origins", "example.org"], "such as https://chat.example.org"),
         (["run", "no/such/folder", "hello"], "no/such/folder does not exist"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from rich.console import Console
@@ -75,11 +77,32 @@ def test_where_nothing_listens(token_file: str) -> None:
         ),
         (["serve", "demo", "--workers", "2", "--devices", "cpu,cpu"], "are both given"),
         (["serve", "demo", "--workers", "-1"], "workers is -1"),
+        *(
+            (["cluster", "start", "demo", "--token-file", "TOKEN", *options], message)
+            for options, message in (
+                (["--node-port", "12345"], "node_port is 12345; .* none of 10001 to 19999"),
+                (["--node-port", "65536"], "node_port is 65536; it must be below 65536"),
+                (["--cluster", "127.0.0.1:1", "--node-port", "7000"], "node_port is for a node"),
+                (["--cluster", "127.0.0.1:1", "--node-address", "::1"], "node_address is for a"),
+            )
+        ),
     ],
 )
 def test_what_cannot_be(arguments: list[str], message: str, token_file: str) -> None:
     with pytest.raises(ConfigError, match=message):
         _run(*(token_file if argument == "TOKEN" else argument for argument in arguments))
+
+
+def test_status_where_no_cluster_runs(monkeypatch: pytest.MonkeyPatch, token_file: str) -> None:
+    from ray._private import services
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    # Clusters of other programs on this machine.
+    monkeypatch.setattr(services, "find_gcs_addresses", lambda: set[str]())
+    monkeypatch.setattr(services, "find_bootstrap_address", lambda _: None)
+    match = "no cluster runs on this machine; have it join one"
+    with mock.patch.dict(os.environ), pytest.raises(ConfigError, match=match):
+        _run("cluster", "status", "--token-file", token_file)
 
 
 def test_a_node_that_cannot_start_says_why(token_file: str) -> None:

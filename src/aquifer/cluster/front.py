@@ -34,6 +34,10 @@ class ClusterOptions:
         port: of this node, to which others connect; 0 for a free one.
         address: HOST:PORT of a cluster that is there already; None to start one.
         is_local: whether the cluster is this machine alone, and listens on 127.0.0.1.
+
+    Raises:
+        ConfigError: the port cannot be used; or it or the node's address are given, and no node is
+            started.
     """
 
     token_file: Path
@@ -41,6 +45,24 @@ class ClusterOptions:
     port: int = nodes.DEFAULT_PORT
     address: str | None = None
     is_local: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 2**16 or self.port in nodes.PROCESS_PORTS:
+            raise ConfigError(
+                f"node_port is {self.port}; it must be below 65536, and none of "
+                f"{nodes.PROCESS_PORTS[0]} to {nodes.PROCESS_PORTS[-1]}, which are for Ray's "
+                f"processes; the default is {nodes.DEFAULT_PORT}"
+            )
+        if self.address is None:
+            return
+        for name, is_given in (
+            ("node_address", self.node_address is not None),
+            ("node_port", self.port != nodes.DEFAULT_PORT),
+        ):
+            if is_given:
+                raise ConfigError(
+                    f"{name} is for a node that is started here; with cluster leave it out"
+                )
 
 
 def serve_on_cluster(

@@ -20,6 +20,8 @@ from aquifer.cpus import usable_cpus
 from aquifer.errors import ConfigError, EngineError
 
 DEFAULT_PORT = 6379
+PROCESS_PORTS = range(10001, 20000)
+"""Ports that Ray keeps for its own processes and for actors."""
 _OBJECT_STORE_BYTES = 100_000_000  # nothing large goes through it
 _STOP_S = 15.0
 _START_S = 60.0
@@ -73,16 +75,22 @@ def check_token(address: str, variables: Mapping[str, str]) -> None:
         variables: of `ray_environment`.
 
     Raises:
-        ConfigError: it has another token.
+        ConfigError: it has another token, or no cluster runs on this machine.
     """
     os.environ.update(variables)  # Ray reads them when it is imported
     from ray._private.services import canonicalize_bootstrap_address
     from ray._raylet import GcsClient  # type: ignore[attr-defined]  # compiled
     from ray.exceptions import AuthenticationError, RayError
 
-    found = canonicalize_bootstrap_address(address)
+    try:
+        found = canonicalize_bootstrap_address(address)
+    except ConnectionError as error:
+        raise ConfigError(
+            "no cluster runs on this machine; have it join one, or give the address of a cluster "
+            "that it has joined"
+        ) from error
     if found is None:
-        return  # no cluster runs on this machine, which `ray.init` says
+        return  # Ray is told to start one, which `ray.init` says
     try:
         GcsClient(address=found)
     except AuthenticationError as error:

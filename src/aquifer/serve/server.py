@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import threading
@@ -155,10 +156,7 @@ def _listen(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except (socket.gaierror, UnicodeError) as error:  # or no host name at all
-        raise ConfigError(
-            f"host {host!r} is not an address of this machine ({error}); use one such as "
-            "127.0.0.1 or 0.0.0.0"
-        ) from error
+        raise _not_of_this_machine(host, error) from error
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -166,10 +164,19 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise _not_of_this_machine(host, error.strerror) from error
         raise ConfigError(
             f"cannot listen on {host} port {port}: {error.strerror}; choose another with --port"
         ) from error
     return listener
+
+
+def _not_of_this_machine(host: str, reason: object) -> ConfigError:
+    return ConfigError(
+        f"host {host!r} is not an address of this machine ({reason}); use one such as "
+        "127.0.0.1 or 0.0.0.0"
+    )
 
 
 def _url(host: str, port: int) -> str:
