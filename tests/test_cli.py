@@ -97,6 +97,7 @@ def test_no_command_shows_help():
         (["run", "no/such/folder", "hello"], "no/such/folder does not exist"),
         (["compile"], "no model given; write aquifer compile PATH"),
         (["compile", "demo", "--device", "cpu"], "kernels are compiled for a GPU"),
+        (["compile", "demo", "-tp", "2"], "tensor_parallel_size is 2; kernels are compiled ahead"),
     ],
 )
 def test_errors_are_one_line(arguments: list[str], words: str):

@@ -369,6 +369,13 @@ def test_an_alias_stands_for_one_model() -> None:
 # --- what is refused -------------------------------------------------------------------------
 
 
+def test_a_command_with_some_options_reads_the_file_of_a_server(tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text("port: 8000\ndtype: float32\n")
+    values = read_options((find_option("dtype"), find_option("kv_cache")), {}, {}, file)
+    assert values == {"dtype": "float32", "kv_cache": "virtual"}
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [

@@ -194,18 +194,21 @@ _COMPILE_OPTIONS = tuple(
         "models",
         "revision",
         "device",
+        "tensor_parallel_size",
         "dtype",
+        "state_dtype",
         "memory",
         "gpu_memory_utilization",
         "page_size",
         "kv_cache",
+        "kv_layout",
         "block_size",
         "max_model_len",
         "max_num_seqs",
         "max_num_batched_tokens",
     )
 )
-"""Those of `serve` that kernels depend on."""
+"""Those of `serve` that kernels depend on. Of a server's file the others may be there too."""
 
 
 @app.command("compile", epilog=f"{PRECEDENCE}, and the environment over the file of --config.")
@@ -213,11 +216,17 @@ _COMPILE_OPTIONS = tuple(
 def _compile(options: SimpleNamespace) -> None:
     """Compile the GPU kernels that models need, so that `serve` with the same options finds them.
 
-    It needs a GPU and no weights. Kernels are kept in TRITON_CACHE_DIR, or ~/.triton/cache, by
-    GPU type, source code, and versions of Triton and its compiler.
+    It needs a GPU and no weights. --config may be the server's own file. Kernels are kept in
+    TRITON_CACHE_DIR, or ~/.triton/cache, by GPU type, source code, and versions of Triton and its
+    compiler.
     """
     if not options.models:
         raise ConfigError("no model given; write aquifer compile PATH")
+    if options.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"tensor_parallel_size is {options.tensor_parallel_size}; kernels are compiled ahead "
+            "for models on one device only, so leave it out, or start the server"
+        )
     values = field_values(EngineConfig, vars(options)) | {"load_format": "dummy"}
     named = locate(parse_models(options.models), options.revision, weights=False)
     config = EngineConfig(named, **values)

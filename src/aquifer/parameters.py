@@ -19,7 +19,7 @@ from aquifer.option import Option, Scope
 from aquifer.options import options_of
 
 PRECEDENCE = (
-    "Each option can also be set in the environment, such as AQUIFER_MAX_NUM_SEQS=64. "
+    "Each option can also be set in the environment, such as AQUIFER_MAX_MODEL_LEN=4096. "
     "The command line wins over the environment"
 )
 """Shown at the end of the help of commands that read the environment."""
@@ -102,7 +102,8 @@ def read_options(
         options: what may be set.
         flags: what the command line sets, by option name.
         variables: the environment; an empty variable sets nothing.
-        file: a YAML file of options; None for none.
+        file: a YAML file of options, and of those of `serve` that this command does not take; None
+            for none.
 
     Raises:
         ConfigError: a value is not allowed, or the file has an unknown key; the message names the
@@ -136,14 +137,18 @@ def _parse(option: Option, value: object, source: str) -> Any:
 
 
 def _read_file(file: Path, options: Sequence[Option]) -> dict[str, Any]:
-    """What a YAML file sets, by option name."""
+    """What a YAML file sets, by option name.
+
+    A command that takes a part of the options of `serve` can be given a server's file: it uses that
+    part of it.
+    """
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"--config: cannot read {file}: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{file} must hold options, one a line, like 'port: 8000'")
-    known = {option.name for option in options}
+    known = {option.name for option in (*options, *options_of("serve"))}
     values = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")
