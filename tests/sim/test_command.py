@@ -116,6 +116,15 @@ def test_a_growing_queue_is_told(trace):
     assert output.count("warning") == 1
 
 
+def test_bounds_that_few_requests_never_reach(trace):
+    options = ("--find-rate", "--num-requests", "2", "--latency-bound", "9", "--ttft-bound", "9")
+    output = " ".join(_replay(trace, *options).split())
+    assert (
+        "virtual: no bound is reached, up to 1.05e+06 requests/s, the highest rate tried" in output
+    )
+    assert "highest rate within" not in output
+
+
 def test_bounds_that_cannot_be_kept(trace):
     options = ("--find-rate", "--latency-bound", "1e-6", "--ttft-bound", "1e-3")
     output = " ".join(_replay(trace, *options).split())

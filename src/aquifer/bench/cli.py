@@ -38,7 +38,10 @@ from aquifer.parameters import ModelArgument, values_for
 if TYPE_CHECKING:
     from aquifer.llm import LLM
 
-app = typer.Typer(no_args_is_help=True, help="Measure the engine; each result is also a file.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Measure the engine, or a server; --output writes the result to a file too.",
+)
 app.command("serve", cls=ServeCommand)(serve)
 
 

@@ -107,13 +107,18 @@ def _conclusions(
     from aquifer.bench.replay import exceeded, queue_waits_s
 
     for name, rate in sustained.items():
-        first = next(run for run in runs if run.manager == name)
-        if rate is not None:
+        tried = [run for run in runs if run.manager == name]
+        if options.find_rate and not any(exceeded(run, _bounds(options)) for run in tried):
+            yield (
+                f"{name}: no bound is reached, up to {rate:.3g} requests/s, the highest rate "
+                "tried; replay more requests (--num-requests)"
+            )
+        elif rate is not None:
             what = "highest rate" if options.find_rate else "highest of these rates"
             yield f"{name}: {rate:.3g} requests/s is the {what} within the bounds"
         elif options.find_rate:
-            reasons = ", ".join(exceeded(first, _bounds(options)))
-            yield f"{name}: no rate is within the bounds; at {first.rate:.3g}/s: {reasons}"
+            reasons = ", ".join(exceeded(tried[0], _bounds(options)))
+            yield f"{name}: no rate is within the bounds; at {tried[0].rate:.3g}/s: {reasons}"
     judged = [run for run in runs if not options.find_rate or run.rate == sustained[run.manager]]
     growing = [(run, waits_s) for run in judged if (waits_s := queue_waits_s(run)) is not None]
     for run, (second_s, last_s) in growing:
