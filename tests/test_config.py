@@ -239,6 +239,10 @@ NEEDED = {
     "allow_credentials": _ORIGIN,
     "max_log_len": {"enable_log_requests": "true"},
     "placement": {"devices": "cpu,cpu"},
+    "api_key_for_all": {"api_key": "k"},
+    "prediction_uses": {"length_prediction": "prior"},
+    "bucket_routing_threshold": {"kv_cache": "bucketed"},
+    "bucket_inflation": {"kv_cache": "bucketed"},
     "bucket_grouping": {"kv_cache": "bucketed"},
     "bucket_bounds": {"kv_cache": "bucketed"},
     "bucket_memory": {"kv_cache": "bucketed"},
@@ -466,6 +470,9 @@ def test_bad_flags_name_the_flag_and_a_value_that_works() -> None:
         ({"load_format": "pt"}, "load_format is 'pt'; choose auto or dummy"),
         ({"preemption_mode": "drop"}, "preemption_mode is 'drop'"),
         ({"preemption_mode": "swap", "swap_space_bytes": 0}, "needs swap_space above 0"),
+        ({"prediction_uses": ("cache",)}, "prediction_uses needs length_prediction"),
+        ({"bucket_routing_threshold": 0.5}, "bucket_routing_threshold needs kv_cache bucketed"),
+        ({"bucket_inflation": 0.5}, "bucket_inflation needs kv_cache bucketed"),
         ({"bucket_grouping": True}, "bucket_grouping needs kv_cache bucketed"),
         ({"bucket_bounds": "equal"}, "bucket_bounds equal needs kv_cache bucketed"),
         ({"bucket_bounds": "fixed"}, "bucket_bounds is 'fixed'; choose learned or equal"),
@@ -519,6 +526,8 @@ def test_there_may_be_several_keys() -> None:
     assert ServerConfig(api_key="k, l,").api_keys == ("k", "l")
     with pytest.raises(ConfigError, match="api_key contains no key"):
         ServerConfig(api_key=" ,")
+    with pytest.raises(ConfigError, match="api_key_for_all needs api_key"):
+        ServerConfig(api_key_for_all=True)
 
 
 # --- options of the HTTP side ----------------------------------------------------------------

@@ -241,6 +241,8 @@ class EngineConfig:
         check_fields(self)
         if self.preemption_mode == "swap" and self.swap_space_bytes == 0:
             raise ConfigError("preemption_mode swap needs swap_space above 0, such as 4GiB")
+        if self.prediction_uses and self.length_prediction == "off":
+            raise ConfigError("prediction_uses needs length_prediction, such as prior")
         if self.kv_cache != "bucketed":
             self._check_without_buckets()
         if self.bucket_memory_bytes is not None and self.peer_weights:
@@ -259,6 +261,10 @@ class EngineConfig:
     def _check_without_buckets(self) -> None:
         """Refuse options of a cache that there is not."""
         for name, is_given in (
+            *(
+                (name, getattr(self, name) != default_of(name))
+                for name in ("bucket_routing_threshold", "bucket_inflation")
+            ),
             ("bucket_grouping", self.bucket_grouping),
             ("bucket_bounds equal", self.bucket_bounds == "equal"),
             ("bucket_memory", self.bucket_memory_bytes is not None),

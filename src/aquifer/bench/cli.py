@@ -338,6 +338,7 @@ def soak(model: ModelArgument, options: SimpleNamespace) -> None:
         taken_bytes = llm.memory().overhead_bytes + info.weight_bytes
     kv_bytes = kv_tokens * info.kv_bytes_per_token + options.page_size
     undisturbed = engine | {"kv_cache": "virtual", "length_prediction": "off"}
+    del undisturbed["bucket_routing_threshold"]  # of the bucketed cache alone
     engine |= {"page_size": options.page_size, "memory": taken_bytes + kv_bytes}
     sample = Sample(options.compare, options.num_requests)
     with LLM(model, **engine) as llm, counting_bar(True) as progress:

@@ -52,6 +52,8 @@ class ServerConfig:
         check_fields(self)
         if self.api_key is not None and not self.api_keys:
             raise ConfigError("api_key contains no key; leave it out to require none")
+        if self.api_key_for_all and not self.api_keys:
+            raise ConfigError("api_key_for_all needs api_key; without one all paths are open")
         self._check_devices()
         self._check_cors()
         if self.enable_log_requests and self.log_level in ("warning", "error"):
