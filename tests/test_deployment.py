@@ -94,6 +94,14 @@ def test_the_unit_waits_for_the_server_to_stop() -> None:
     assert service["RestartPreventExitStatus"] == "2"  # that of a ConfigError
 
 
+def test_the_caches_of_the_unit_are_where_it_may_write() -> None:
+    unit = UNIT.read_text()
+    (folder,) = re.findall(r"^CacheDirectory=(.*)$", unit, re.MULTILINE)
+    caches = dict(re.findall(r"^Environment=(\w+)=(.*)$", unit, re.MULTILINE))
+    assert {"HF_HOME", "TRITON_CACHE_DIR", "XDG_CACHE_HOME"} <= set(caches)
+    assert all(Path(cache).is_relative_to(f"/var/cache/{folder}") for cache in caches.values())
+
+
 def test_the_unit_hides_nothing_that_the_server_needs() -> None:
     settings = re.findall(r"^(\w+)=", UNIT.read_text(), re.MULTILINE)
     assert not {"MemoryDenyWriteExecute", "PrivateDevices", "ProcSubset", "PrivateNetwork"} & set(
