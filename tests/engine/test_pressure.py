@@ -11,13 +11,22 @@ from random import Random
 from typing import Any
 
 import pytest
-from tests.architectures import OUR_DECODER, TRANSFORMERS, VOCAB_SIZE, save_tiny
+import transformers
+from tests.architectures import (
+    GQA,
+    HYBRIDS,
+    OUR_DECODER,
+    TRANSFORMERS,
+    VOCAB_SIZE,
+    WINDOW_TOKENS,
+    save_tiny,
+)
 
 from aquifer.cache import KV_CACHES
 from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.engine import Engine
 from aquifer.engine.params import Request, SamplingParams
-from aquifer.errors import CapacityError
+from aquifer.errors import CapacityError, RequestError
 from aquifer.memory.driver.base import Driver
 from aquifer.memory.driver.faulty import FaultyDriver
 from aquifer.memory.driver.host import HostDriver
@@ -267,6 +276,26 @@ def test_the_kv_capacity_is_what_requests_may_take(folders: dict[str, Path], kv_
                 with pytest.raises(CapacityError, match=f"enough for {capacity.num_tokens} tokens"):
                     engine.add(request)
         assert_idle(engine)
+
+
+def test_the_kv_capacity_of_windows_and_of_state_alone(tmp_path: Path) -> None:
+    """Sequences of windows have no longest one, and a model without KV has no tokens of it."""
+    windows = transformers.MistralConfig(**GQA, sliding_window=WINDOW_TOKENS)
+    folders = {"windows": tmp_path / "windows", "state": tmp_path / "state"}
+    for (name, folder), config in zip(folders.items(), (windows, HYBRIDS["mamba2"]()), strict=True):
+        folder.mkdir()
+        save_tiny(config, folder)
+        one = {name: folder}
+        with closing(open_engine(one, 16 << 20)) as engine:
+            capacity = engine.memory().models[name].kv_capacity
+            context_tokens = engine.models[name].max_model_len
+            assert capacity.num_sequences > 1
+            if name == "windows":
+                assert capacity.num_tokens == int(capacity.num_sequences * context_tokens)
+                continue
+            assert capacity.num_tokens == 0
+            with pytest.raises(RequestError, match="model 'state' has no KV, so there are no"):
+                engine.pin_prefix(name, [1, 2, 3])
 
 
 def cached_tokens(engine: Engine, model: str, prompt: Sequence[int]) -> int:

@@ -265,7 +265,8 @@ class Engine(ModelControl):
 
         Raises:
             UnknownModelError: no such model.
-            RequestError: prefixes are not kept by this server, or this one is shorter than a block.
+            RequestError: prefixes are not kept by this server, or the model has no KV, or this
+                prefix is shorter than a block.
             CapacityError: pinned prefixes would take more than half of the memory for KV, or those
                 of this client more than its share of that.
         """

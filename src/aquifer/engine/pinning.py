@@ -45,12 +45,18 @@ class Pinning:
 
         Raises:
             UnknownModelError: no such model.
-            RequestError: prefixes are not kept by this server, or this one is shorter than a block.
+            RequestError: prefixes are not kept by this server, or the model has no KV, or this
+                prefix is shorter than a block.
             CapacityError: pinned prefixes would take too much memory.
         """
         host, prefixes = self._find(request.model)
         tokens = checks.check_token_ids(request, host.info.vocab_size)
         footprint = host.lane.cache.footprint
+        if not footprint.token_bytes:
+            raise RequestError(
+                f"model {host.info.name!r} has no KV, so there are no prefixes of it to pin",
+                param="model",
+            )
         num_blocks = footprint.whole_blocks(len(tokens))
         if num_blocks == 0:
             raise RequestError(

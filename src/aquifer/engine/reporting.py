@@ -64,8 +64,10 @@ def kv_capacity(footprint: Footprint, max_tokens: int, num_pages: int) -> KVCapa
     if not most_pages:
         return KVCapacity(0, 0.0)
     num_seqs = num_pages / most_pages
+    if not footprint.token_bytes:  # recurrent state alone
+        return KVCapacity(0, num_seqs)
     longest = footprint.longest(num_pages)
-    if longest == UNLIMITED_TOKENS:  # a sequence keeps its windows alone
+    if longest >= UNLIMITED_TOKENS:  # a sequence keeps its windows alone
         longest = int(num_seqs * max_tokens) + 1
     return KVCapacity(longest - 1, num_seqs)
 

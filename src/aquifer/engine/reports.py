@@ -73,7 +73,7 @@ class LoadProgress:
 
 @dataclass(frozen=True, slots=True)
 class KVCapacity:
-    """What fits into the KV cache if one model has all of it; zeros for a model without KV.
+    """What fits into the KV cache if one model has all of it; no tokens for a model without KV.
 
     It changes with the weights that are loaded and the prefixes that are pinned.
     """

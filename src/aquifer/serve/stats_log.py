@@ -45,11 +45,12 @@ def log_start(infos: Sequence[ModelInfo], aliases: Mapping[str, str], report: Me
             f"max_model_len {info.max_model_len:,}"
         )
         if capacity.num_tokens:
-            lines += [
-                f"Model {info.name}: {cache} size: {capacity.num_tokens:,} tokens",
+            lines.append(f"Model {info.name}: {cache} size: {capacity.num_tokens:,} tokens")
+        if capacity.num_sequences:  # of recurrent state, for a model without KV
+            lines.append(
                 f"Model {info.name}: Maximum concurrency for {info.max_model_len:,} tokens per "
-                f"request: {capacity.num_sequences:.2f}x",
-            ]
+                f"request: {capacity.num_sequences:.2f}x"
+            )
     if len(infos) > 1:
         lines.append(
             "The models share the KV cache memory; each size is that of one model with all of it"
