@@ -175,7 +175,7 @@ def _show(figures: dict[str, Any], plot: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("", "")
+    table = Table(show_header=False)
     for name, text in (
         ("outputs", f"{figures['num_outputs']}"),
         ("mean length", f"{figures['mean_tokens']:.0f} tokens"),

@@ -72,8 +72,13 @@ def test_budgets(device, memory_bytes, weight_bytes, expected_bytes):
     ("device", "options", "weight_bytes", "words"),
     [
         (CPU, {"memory_bytes": 2 * GIB}, 3 * GIB, "3.00 GiB, more than the 2.00 GiB of --memory"),
-        (CPU, {"memory_bytes": 9 * GIB}, 3 * GIB, "--memory is 9.00 GiB and this machine has 8.00"),
-        (CPU, {}, 9 * GIB, "the weights take 9.00 GiB and this machine has 8.00 GiB free"),
+        (
+            CPU,
+            {"memory_bytes": 9 * GIB},
+            3 * GIB,
+            "8.00 GiB free; end other programs, or give less",
+        ),
+        (CPU, {}, 9 * GIB, "8.00 GiB free; end other programs, or serve a smaller model"),
         (GPU, {"memory_bytes": 15 * GIB}, 15 * GIB, "600.00 MiB, more than the 15.00 GiB of --mem"),
         (GPU, {"gpu_memory_utilization": 0.1}, 15 * GIB, "14.00 GiB of --gpu-memory-utilization 0"),
         (

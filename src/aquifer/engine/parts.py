@@ -171,6 +171,6 @@ def _host_cache_bytes(config: EngineConfig, driver: Driver) -> int:
     if config.host_cache_bytes > (free_bytes := available_host_bytes()):
         raise ConfigError(
             f"--host-cache is {format_size(config.host_cache_bytes)} and this machine has "
-            f"{format_size(free_bytes)} free"
+            f"{format_size(free_bytes)} free; give less, or leave it out"
         )
     return config.host_cache_bytes

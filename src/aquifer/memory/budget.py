@@ -188,10 +188,12 @@ def pool_budget(config: EngineConfig, device: DeviceMemory, weight_bytes: Sequen
             f"{format_size(placed_bytes * _SLACK)}"
         )
     if max(placed_bytes, config.memory_bytes or 0) > device.available_bytes:
-        wanted = "the weights take" if config.memory_bytes is None else "--memory is"
+        is_default = config.memory_bytes is None
+        wanted = "the weights take" if is_default else "--memory is"
+        less = "serve a smaller model" if is_default else "give less"
         raise ConfigError(
             f"{wanted} {format_size(config.memory_bytes or placed_bytes)} and this machine has "
-            f"{format_size(device.available_bytes)} free"
+            f"{format_size(device.available_bytes)} free; end other programs, or {less}"
         )
     return _wanted_bytes(config, device, weight_bytes)
 
