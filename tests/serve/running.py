@@ -126,11 +126,12 @@ class RunningServer:
 
     def spawned(self, parent: int | None = None) -> list[int]:
         """Process ids of its running Python processes, the first one first: that is the engine; or
-        of those that another process has started."""
+        of those that another process has started. Sandboxes are not among them."""
         spawned = [
             process
             for process in self.children(parent)
             if "spawn_main" in _text_of(Path(f"/proc/{process}/cmdline"))
+            and _text_of(Path(f"/proc/{process}/comm")) != "aquifer-sandbox\n"
         ]
         return sorted(filter(is_running, spawned), key=_started)
 

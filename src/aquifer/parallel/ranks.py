@@ -25,6 +25,7 @@ import torch
 from aquifer.errors import GroupError, one_line
 from aquifer.memory.driver import make_current
 from aquifer.parallel.collectives import GroupCollectives, connect
+from aquifer.process_name import name_process
 
 _log = logging.getLogger(__name__)
 
@@ -260,6 +261,7 @@ def _run(
     connection: Connection, serve: Serve, rank: int, size: int, device: str, meeting: Path
 ) -> None:
     """Run a rank: connect with the others, and serve until rank 0 closes the pipe."""
+    name_process("aquifer-rank")
     for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 decides when to end
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, name="aquifer-parent", daemon=True).start()

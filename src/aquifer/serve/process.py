@@ -29,6 +29,7 @@ from aquifer.errors import AquiferError, ConfigError, DriverError, RequestError
 from aquifer.garbage import collect_less, collect_nothing
 from aquifer.hub import here
 from aquifer.predict.ended import EndedOutput
+from aquifer.process_name import name_process
 from aquifer.serve.logs import configure_logging
 from aquifer.serve.messages import (
     Abort,
@@ -213,6 +214,7 @@ def run_engine_process(
         log_level: least level of messages to log.
         reports: whether to report the device, for placement among several.
     """
+    name_process("aquifer-engine")
     collect_nothing()
     configure_logging(log_level)
     ignore_stop_signals()

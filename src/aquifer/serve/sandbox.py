@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from typing import TypeVar
 
 from aquifer.errors import LimitError, QueueFullError, RequestError
+from aquifer.process_name import name_process
 from aquifer.sizes import format_size
 
 _LARGE_RESIDENT_BYTES = 512 << 20
@@ -38,6 +39,7 @@ class Sandbox:
         max_s: time that a function may take.
         max_bytes: address space that the worker may have.
         max_waiting: functions that may wait; more are refused.
+        niceness: by how much the worker comes after the loop and the engine.
     """
 
     def __init__(
@@ -46,10 +48,12 @@ class Sandbox:
         max_s: float = 10.0,
         max_bytes: int = 2 << 30,
         max_waiting: int = 16,
+        niceness: int = 5,
     ) -> None:
         self._modules = tuple(modules)
         self._max_s = max_s
         self._max_bytes = max_bytes
+        self._niceness = niceness
         self._places = threading.BoundedSemaphore(max_waiting)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="aquifer-sandbox")
         self._worker: tuple[multiprocessing.process.BaseProcess, Connection] | None = None
@@ -119,7 +123,7 @@ class Sandbox:
         connection, theirs = context.Pipe()
         process = context.Process(
             target=_work,
-            args=(theirs, self._max_bytes, self._modules),
+            args=(theirs, self._max_bytes, self._modules, self._niceness),
             name="aquifer-sandbox",
             daemon=True,
         )
@@ -142,12 +146,13 @@ class Sandbox:
             connection.close()
 
 
-def _work(connection: Connection, max_bytes: int, modules: Sequence[str]) -> None:
+def _work(connection: Connection, max_bytes: int, modules: Sequence[str], niceness: int) -> None:
     """Run the worker: answer functions with their results until the pipe ends."""
+    name_process("aquifer-sandbox")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the web process decides when to stop
     gc.disable()  # what is parsed has no cycles, and looking for some takes most of the time
-    os.nice(5)  # the loop and the engine come first
+    os.nice(niceness)
     for module in modules:
         importlib.import_module(module)
     connection.send_bytes(b"")

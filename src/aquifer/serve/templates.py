@@ -33,7 +33,7 @@ class Templates:
 
     def __init__(self, max_s: float = 10.0) -> None:
         self._max_s = max_s
-        self._shared = Sandbox([RENDERER], max_s, max_waiting=_MANY)
+        self._shared = Sandbox([RENDERER], max_s, max_waiting=_MANY, niceness=0)
         self._own: dict[str, Sandbox] = {}
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 

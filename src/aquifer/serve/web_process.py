@@ -14,6 +14,7 @@ from aquifer.config import EngineConfig
 from aquifer.engine.reports import MemoryReport, ModelInfo
 from aquifer.errors import AquiferError, UnavailableError
 from aquifer.garbage import collect_less, collect_nothing
+from aquifer.process_name import name_process
 from aquifer.serve.backend import WebSide
 from aquifer.serve.config import ServerConfig
 from aquifer.serve.logs import configure_logging
@@ -58,6 +59,7 @@ def run_web_process(
         config: options of the HTTP side.
         process: its serial number.
     """
+    name_process("aquifer-web")
     collect_nothing()
     ignore_stop_signals()
     configure_logging(config.log_level)
