@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from inspect import signature
 
 import pytest
@@ -31,3 +32,19 @@ def test_what_takes_too_long_is_given_up() -> None:
 
     asyncio.run(run())
     assert signature(Sandbox).parameters["max_s"].default == 10.0
+
+
+def test_a_worker_stays_though_its_parent_was_large() -> None:
+    large = b"1" * (600 << 20)
+    del large
+
+    async def run() -> None:
+        sandbox = Sandbox([])
+        try:
+            workers = {await sandbox.run("a number", None, os.getpid) for _ in range(3)}
+            assert len(workers) == 1
+            assert workers != {os.getpid()}
+        finally:
+            sandbox.close()
+
+    asyncio.run(run())

@@ -54,6 +54,11 @@ class Footprint:
         return num_pages if self.limit_pages is None else min(num_pages, self.limit_pages)
 
     @property
+    def has_kv(self) -> bool:
+        """Whether the model has any."""
+        return self.token_bytes > 0
+
+    @property
     def kept_block_bytes(self) -> int:
         """What a block takes that is kept for later sequences: what its eviction gives back."""
         return self.block_bytes

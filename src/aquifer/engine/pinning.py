@@ -52,7 +52,7 @@ class Pinning:
         host, prefixes = self._find(request.model)
         tokens = checks.check_token_ids(request, host.info.vocab_size)
         footprint = host.lane.cache.footprint
-        if not footprint.token_bytes:
+        if not footprint.has_kv:
             raise RequestError(
                 f"model {host.info.name!r} has no KV, so there are no prefixes of it to pin",
                 param="model",

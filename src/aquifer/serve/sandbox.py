@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from typing import TypeVar
 
 from aquifer.errors import LimitError, QueueFullError, RequestError
+from aquifer.memory.proc import proc_bytes
 from aquifer.process_name import name_process
 from aquifer.sizes import format_size
 
@@ -182,5 +183,8 @@ def _work(connection: Connection, max_bytes: int, modules: Sequence[str], nicene
 
 
 def _is_large() -> bool:
-    """Whether this process has grown so large that it should end."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10 > _LARGE_RESIDENT_BYTES
+    """Whether this process has grown so large that it should end.
+
+    The most that it ever had would not tell: that includes what its parent had when it started.
+    """
+    return proc_bytes("/proc/self/status", "VmRSS") > _LARGE_RESIDENT_BYTES
