@@ -255,6 +255,28 @@ def test_min_tokens_yields_where_only_stops_are_allowed() -> None:
     assert actual.isfinite().nonzero().flatten().tolist() == [1, 2]
 
 
+def test_each_row_changes_as_if_alone() -> None:
+    rows: list[dict[str, Any]] = [
+        {"params": greedy()},
+        {"params": greedy(logit_bias={3: 1.5, 9: -2.5}, min_tokens=2), "stops": [3, 4]},
+        {"params": greedy(allowed_token_ids=[1, 2], min_tokens=2), "stops": [1, 2]},
+        {"params": greedy(allowed_token_ids=[1, 2, 5], logit_bias={5: -1.0}), "stops": [1]},
+        {"params": greedy(allowed_token_ids=[7, 2], min_tokens=2), "stops": [7]},
+        {"params": greedy(min_tokens=2), "stops": list(range(len(LOGITS)))},
+        {"params": greedy(min_tokens=2), "stops": []},
+        {"params": greedy(logit_bias={0: 2.0}), "output": [1]},
+        {"params": greedy(min_tokens=1), "output": [1], "stops": [2]},
+    ]
+    logits = torch.randn(len(rows), len(LOGITS), generator=torch.Generator().manual_seed(4))
+    assigned, slots = assign(rows)
+    sampler, known = make_sampler(assigned, len(LOGITS))
+    together = sampler.changed_logits(logits, slots, known)
+    alone = [changed_logits(line, **row) for line, row in zip(logits, rows, strict=True)]
+    torch.testing.assert_close(together, torch.stack(alone), rtol=0, atol=0)
+    changed = (together != logits).any(1).tolist()
+    assert changed == [False, True, True, True, True, False, False, True, False]
+
+
 def test_rows_of_counts_are_shared_out() -> None:
     """Each sequence with penalties has one of its own, also after slots have changed hands."""
     random = np.random.default_rng(0)

@@ -2,22 +2,21 @@
 
 Each row is independent: its token depends on its own logits, parameters, seed and position only.
 The order of the steps is vLLM's: allowed tokens, biases, penalties, temperature, min-p, top-k,
-top-p. The first two, which few requests use, are done here, row by row; the rest is
-`aquifer.kernels.sampling`, for all rows at once.
+top-p. The first two, which few requests use, are `aquifer.engine.logit_changes`; the rest is
+`aquifer.kernels.sampling`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from aquifer.cache.base import IntArray
+from aquifer.engine.logit_changes import LogitChanges
 from aquifer.engine.outputs import TokenLogprobs
 from aquifer.engine.params import SamplingParams
 from aquifer.engine.step_input import SlotAssignment
@@ -79,9 +78,8 @@ class Sampler:
         self.columns = SamplingColumns.empty(num_rows, 0, vocab_size, device)
         self._assigned: list[SlotAssignment | None] = [None] * num_rows
         self._mode = np.zeros(num_rows, np.int8)
-        self._changes_logits = np.zeros(num_rows, np.bool_)
+        self._changes = LogitChanges(num_rows, vocab_size)
         self._num_logprobs = np.full(num_rows, -1, np.int64)  # -1 is none
-        self._min_total = np.zeros(num_rows, np.int64)
         self._may_have_extras = np.zeros(num_rows, np.bool_)
         # The row of counts of each slot, -1 for none, and the rows that no slot has. Since few
         # requests need one, there are fewer rows than slots.
@@ -100,9 +98,8 @@ class Sampler:
         for one in assigned:
             self._assigned[one.slot] = one
             self._mode[one.slot] = SamplingMode.of(one.params)
-            self._changes_logits[one.slot] = one.params.changes_logits
+            self._changes.assign(one)
             self._num_logprobs[one.slot] = -1 if one.num_logprobs is None else one.num_logprobs
-            self._min_total[one.slot] = one.min_total_tokens
             self._may_have_extras[one.slot] = (
                 one.params.changes_logits
                 or one.params.min_tokens > 0
@@ -156,7 +153,7 @@ class Sampler:
         if not np.count_nonzero(self._may_have_extras[slots]):  # as in nearly every step
             return _NO_ROWS
         reports = self._num_logprobs[slots] >= 0
-        return np.flatnonzero(self._changes(slots, num_tokens) | reports)
+        return np.flatnonzero(self._changes.are_needed(slots, num_tokens) | reports)
 
     def mode(self, slots: IntArray) -> SamplingMode:
         """The kind of step that can sample for all of these slots."""
@@ -197,17 +194,7 @@ class Sampler:
 
         Returns: a copy; `logits` itself if no row changes.
         """
-        rows = np.flatnonzero(self._changes(slots, num_tokens)).tolist()
-        if rows:
-            logits = logits.clone()
-        for row in rows:
-            may_stop = bool(num_tokens[row] >= self._min_total[slots[row]])
-            _change_logits(logits[row], self.assigned(int(slots[row])), may_stop)
-        return logits
-
-    def _changes(self, slots: IntArray, num_tokens: IntArray) -> npt.NDArray[np.bool_]:
-        """Whether `changed_logits` changes each row."""
-        return np.asarray(self._changes_logits[slots] | (num_tokens < self._min_total[slots]))
+        return self._changes.apply(logits, slots, num_tokens)
 
     def _share_out_counts(self, slots: IntArray, needing: list[int]) -> None:
         """Give some of these slots rows of counts, and take those of the slots' former sequences.
@@ -271,33 +258,3 @@ def token_logprobs(
         ]
 
     return entries
-
-
-def _change_logits(logits: torch.Tensor, assigned: SlotAssignment, may_stop: bool) -> None:
-    """Change one row, [vocab], in place."""
-    params = assigned.params
-    if params.allowed_token_ids is not None:
-        _keep(logits, _ids(params.allowed_token_ids, logits))
-    if params.logit_bias:
-        ids = _ids(params.logit_bias, logits)
-        biases = np.array(list(params.logit_bias.values()), np.float32)
-        logits[ids] += upload(biases, logits.device).to(logits.dtype)
-    if not may_stop:
-        _forbid(logits, _ids(sorted(assigned.stop_ids), logits))
-
-
-def _ids(ids: Iterable[int], logits: torch.Tensor) -> torch.Tensor:
-    return upload(np.array(list(ids), np.int64), logits.device)
-
-
-def _keep(logits: torch.Tensor, allowed: torch.Tensor) -> None:
-    kept = logits[allowed]
-    logits.fill_(-math.inf)
-    logits[allowed] = kept
-
-
-def _forbid(logits: torch.Tensor, stops: torch.Tensor) -> None:
-    """Forbid tokens that would end the output, unless no other token is left."""
-    kept = logits[stops]
-    logits[stops] = -math.inf
-    logits[stops] = torch.where(logits.isfinite().any(), -math.inf, kept)
