@@ -7,7 +7,7 @@ other would take a GPU longer than the step itself, for all that run in it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -143,7 +143,7 @@ def _places(
     return at[0], at[1]
 
 
-def _array(numbers: Iterable[int] | Sequence[int] | IntArray) -> IntArray:
+def _array(numbers: Iterable[int]) -> IntArray:
     return np.array(list(numbers), np.int64)
 
 
