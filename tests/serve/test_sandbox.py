@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from inspect import signature
 
 import pytest
+from tests.serve.running import eventually, is_running
 
 from aquifer.errors import RequestError
 from aquifer.serve.sandbox import Sandbox
@@ -44,6 +46,20 @@ def test_a_worker_stays_though_its_parent_was_large() -> None:
             workers = {await sandbox.run("a number", None, os.getpid) for _ in range(3)}
             assert len(workers) == 1
             assert workers != {os.getpid()}
+        finally:
+            sandbox.close()
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_was_killed_is_started_again() -> None:
+    async def run() -> None:
+        sandbox = Sandbox([])
+        try:
+            worker = await sandbox.run("a number", None, os.getpid)
+            os.kill(worker, signal.SIGKILL)
+            eventually(lambda: not is_running(worker), "it has ended")
+            assert await sandbox.run("a number", None, os.getpid) != worker
         finally:
             sandbox.close()
 

@@ -33,7 +33,7 @@ class Sandbox:
     """Runs functions one after another in a worker process, within limits of time and memory.
 
     The worker is started by `start` or for the first function, and again after one that exceeded a
-    limit. Only the function that exceeded it fails.
+    limit, or if it was killed. Only the function that exceeded it fails.
 
     Args:
         modules: what the functions need; the worker imports them before its first job.
@@ -98,6 +98,8 @@ class Sandbox:
         self, what: str, param: str | None, function: Callable[..., T], args: tuple[object, ...]
     ) -> T:
         """Have the worker do it; in the sandbox's thread."""
+        if self._worker is not None and not self._worker[0].is_alive():
+            self._end_worker()  # killed between two jobs, which is no fault of this one
         _, connection = self._worker or self._start_worker()
         try:
             connection.send_bytes(pickle.dumps((what, param, function, args)))
