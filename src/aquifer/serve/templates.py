@@ -15,6 +15,8 @@ from aquifer.errors import LimitError
 from aquifer.serve.sandbox import Sandbox
 from aquifer.text.chat_template import RENDERER, ChatTemplate
 
+_MODULES = (RENDERER, ChatTemplate.__module__)
+
 _MANY = 1 << 20
 """Models whose renderings may wait for the shared worker: of each, one does at a time."""
 
@@ -33,7 +35,7 @@ class Templates:
 
     def __init__(self, max_s: float = 10.0) -> None:
         self._max_s = max_s
-        self._shared = Sandbox([RENDERER], max_s, max_waiting=_MANY, niceness=0)
+        self._shared = Sandbox(_MODULES, max_s, max_waiting=_MANY, niceness=0)
         self._own: dict[str, Sandbox] = {}
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
@@ -76,7 +78,7 @@ class Templates:
                     try:
                         return await self._shared.run(what, "messages", template.render, *args)
                     except LimitError:
-                        self._own[model] = Sandbox([RENDERER], self._max_s)
+                        self._own[model] = Sandbox(_MODULES, self._max_s)
                         raise
         return await self._own[model].run(what, "messages", template.render, *args)
 
