@@ -44,6 +44,7 @@ from aquifer.engine.engine import Engine
 from aquifer.engine.outputs import TokenOutput
 from aquifer.engine.params import Request, SamplingParams
 from aquifer.errors import InvariantError
+from aquifer.garbage import old_objects_left_out
 from aquifer.llm import LLM
 from aquifer.memory.owners import Kind, Owner
 from aquifer.models import plan_model
@@ -312,7 +313,8 @@ def measure_locality(
     try:
         content["overhead_bytes"] = engine.pool.usage().overhead_bytes
         content["copy_bytes_per_s"] = copy_rate(engine.pool.driver.device)
-        by_locality(engine, of, num_batches, content)
+        with old_objects_left_out():  # as in a server
+            by_locality(engine, of, num_batches, content)
     finally:
         engine.close()
 

@@ -20,6 +20,7 @@ from aquifer.cache import KV_CACHES, group_cache
 from aquifer.cache.base import AttentionOptions, KVLayout, LayerKV, Rows, Spans
 from aquifer.cache.virtual import VirtualCache
 from aquifer.errors import InvariantError
+from aquifer.memory.driver.base import Handle
 from aquifer.memory.driver.host import HostDriver
 from aquifer.memory.pool import PROCESS, Kind, Owner, Page, PagePool
 from aquifer.memory.range import VirtualRange
@@ -463,6 +464,33 @@ def test_the_stocker_leaves_retired_pages_alone_until_the_pool_gets_short(driver
     pool.release(pages)
     pool.retired.retire(range_, range(8))
     pool.retired.settle()
+    range_.close()
+    pool.close()
+
+
+def test_pages_that_are_given_up_are_unmapped_and_none_created_meanwhile(driver, monkeypatch):
+    """What a load evicts is the load's. Only a step (`wake`) asks for stock."""
+    created: list[int] = []
+    create = driver.create
+
+    def note(page_bytes: int, count: int) -> list[Handle]:
+        created.append(count)
+        return create(page_bytes, count)
+
+    pool = PagePool(driver, 16 * PAGE, PAGE)
+    range_ = VirtualRange(pool.pages, 32 * PAGE, PAGE)
+    stocker = PageStocker(pool, 8, reclaim_below=1.0)
+    stocker.start()
+    _map(pool, range_, 0, 8)
+    monkeypatch.setattr(driver, "create", note)
+    pool.retired.retire(range_, range(8))
+    _until(lambda: not pool.retired.num_places())
+    assert not created
+    pool.trim()
+    stocker.wake()
+    _until(lambda: pool.created_bytes == 2 * PAGE)  # the watermark
+    assert created == [2]
+    stocker.close()
     range_.close()
     pool.close()
 

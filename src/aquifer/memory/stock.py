@@ -49,6 +49,7 @@ class PageStocker:
         self._ready_bytes = int(pool.budget_bytes * reclaim_below)
         self._wanted = threading.Event()
         self._closing = False
+        self._may_create = False  # since the last `wake`
         self._is_refused = False  # whether the last attempt to create pages was
         self._thread = threading.Thread(target=self._run, name="aquifer-page-stocker", daemon=True)
 
@@ -64,7 +65,10 @@ class PageStocker:
         thread takes the interpreter's lock from the caller. So it is checked here whether there is
         anything to do.
         """
-        if self._pool.num_to_stock(self._target_bytes) or self._has_to_collect:
+        if self._pool.num_to_stock(self._target_bytes):
+            self._may_create = True
+            self._wanted.set()
+        elif self._has_to_collect:
             self._wanted.set()
 
     def close(self) -> None:
@@ -81,8 +85,9 @@ class PageStocker:
             self._wanted.clear()
             if self._closing:
                 return
+            may_create, self._may_create = self._may_create, False
             try:
-                while self._pool.stock(self._target_bytes) and not self._closing:
+                while may_create and self._pool.stock(self._target_bytes) and not self._closing:
                     self._is_refused = False
             except DriverError as error:
                 # No harm done: a caller that needs a page asks for it, and gets the error. It is
@@ -95,7 +100,11 @@ class PageStocker:
                 pass
 
     def _wake_to_collect(self) -> None:
-        """Let the thread run if retired pages are wanted, but not to create pages."""
+        """Let the thread run if retired pages are wanted, but not to create pages.
+
+        What is evicted for a load is to be the load's: of pages that were made from it, others of
+        another size would have to be made again.
+        """
         if self._has_to_collect:
             self._wanted.set()
 

@@ -8,14 +8,14 @@ than that one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 
 import torch
 
 from aquifer.memory.host_buffer import in_pieces
 from aquifer.weights.host_cache import HostCache
-from aquifer.weights.loader import begin_copying, work_so_far
+from aquifer.weights.loader import CopyQueue, begin_copying
 from aquifer.weights.neighbours import Borrowing, Neighbours
 from aquifer.weights.parameters import ParameterGroup
 from aquifer.weights.sources import SourceSpeeds, WeightSource
@@ -53,9 +53,8 @@ class Copies:
         self._borrowing: Borrowing | None = None
         self._leases = ExitStack()
         self._sources: dict[ParameterGroup, WeightSource] = {}
-        self._waits: list[Callable[[], None]] = []
+        self._queue: CopyQueue | None = None  # begins after what used the pages before
         self._later: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._after: torch.cuda.Event | None = None  # what used the pages before
 
     def source_of(self, group: ParameterGroup) -> WeightSource:
         """Where a group comes from, or came from; before `finish`, where it is expected from."""
@@ -115,14 +114,14 @@ class Copies:
         if kept is None:
             return
         target = self._store.bytes_of(group)
-        pairs = list(in_pieces(kept, target))
+        pairs = in_pieces(kept, target)
         self._sources[group] = WeightSource.HOST
         if target.device.type == "cpu":
             self._later += pairs
-        else:
-            if self._after is None:
-                self._after = work_so_far(target.device)
-            self._waits.append(begin_copying(pairs, self._after))
+            return
+        if self._queue is None:
+            self._queue = CopyQueue(target.device)
+        self._queue.add(pairs)
 
     def _finish_borrowing(self) -> list[ParameterGroup]:
         """End what was borrowed; returns the groups that have not come."""
@@ -136,6 +135,5 @@ class Copies:
         ]
 
     def _wait(self) -> None:
-        if self._waits:
-            self._waits[-1]()  # copies of one stream are done in their order
-        self._waits = []
+        if self._queue is not None:
+            self._queue.done()()

@@ -120,17 +120,42 @@ def work_so_far(device: torch.device) -> torch.cuda.Event | None:
     return event
 
 
+class CopyQueue:
+    """Copies between page-locked memory and a device, or within it, done in their order.
+
+    They are handed to a stream of their own, one call of the driver for each: another
+    thread's calls, such as those that unmap pages, may keep any call waiting.
+
+    Args:
+        device: a GPU.
+        after: the work that they wait for; None for what this thread has handed to the device.
+        stream: queues with the same one share the order.
+    """
+
+    def __init__(
+        self, device: torch.device, after: torch.cuda.Event | None = None, stream: str = "host"
+    ) -> None:
+        self._stream = _stream(device, stream)
+        self._stream.wait_event(after or torch.cuda.current_stream(device).record_event())
+
+    def add(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Begin to copy (source, target) pairs: uint8, of equal sizes."""
+        with torch.cuda.stream(self._stream):
+            for source, target in copies:
+                target.copy_(source, non_blocking=True)
+
+    def done(self) -> Callable[[], None]:
+        """What waits until all that were added so far are done."""
+        event: torch.cuda.Event = self._stream.record_event()
+        return lambda: event.synchronize()
+
+
 def begin_copying(
     copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
     after: torch.cuda.Event | None = None,
     stream: str = "host",
 ) -> Callable[[], None]:
-    """Begin to copy (source, target) pairs between page-locked memory and a device, or within it.
-
-    Args:
-        copies: uint8, of equal sizes; all on the host or on one device.
-        after: the work that they wait for; None for what this thread has handed to the device.
-        stream: copies with the same one are done in their order.
+    """Begin to copy (source, target) pairs as a `CopyQueue` does; on the host, they are done.
 
     Returns: waits until the copies are done.
     """
@@ -140,14 +165,9 @@ def begin_copying(
             target.copy_(source)
         return lambda: None
     (device,) = devices
-    with torch.cuda.device(device):
-        copying = _stream(device, stream)
-        copying.wait_event(after or torch.cuda.current_stream(device).record_event())
-        with torch.cuda.stream(copying):
-            for source, target in copies:
-                target.copy_(source, non_blocking=True)
-        done: torch.cuda.Event = copying.record_event()
-    return lambda: done.synchronize()
+    queue = CopyQueue(device, after, stream)
+    queue.add(copies)
+    return queue.done()
 
 
 def plan_stretches(jobs: Iterable[tuple[StoredTensor, Target]], max_bytes: int) -> list[Stretch]:
