@@ -475,7 +475,8 @@ def test_pages_that_are_given_up_are_unmapped_and_none_created_meanwhile(driver,
 
     def note(page_bytes: int, count: int) -> list[Handle]:
         created.append(count)
-        return create(page_bytes, count)
+        handles: list[Handle] = create(page_bytes, count)
+        return handles
 
     pool = PagePool(driver, 16 * PAGE, PAGE)
     range_ = VirtualRange(pool.pages, 32 * PAGE, PAGE)
