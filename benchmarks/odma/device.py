@@ -13,16 +13,16 @@ lengths of earlier requests of the same source.
 
 from __future__ import annotations
 
-import math
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from benchmarks.odma.limited import engine_with_kv_memory
 from benchmarks.odma.workloads import saturated_sources
 from rich.console import Console
 
@@ -32,7 +32,6 @@ from aquifer.engine.params import Request, SamplingParams
 from aquifer.errors import ConfigError, EngineError
 from aquifer.garbage import old_objects_left_out
 from aquifer.llm import LLM
-from aquifer.memory.pool import Kind, Owner
 from aquifer.predict.choice import make_forecaster
 from aquifer.predict.ended import EndedOutput
 from aquifer.predict.forecaster import Asked, template_of
@@ -53,12 +52,6 @@ WAYS: dict[str, dict[str, Any]] = {
 
 _HISTORY = 500
 """Earlier requests of a source, of which the lengths are known."""
-
-_OTHER_BYTES = 32 << 30
-"""Memory beside that for KV, on a GPU: weights, activations, graphs, and what is left unused."""
-
-_RECLAIM_SHARE = 0.1
-"""Share of the memory for KV below which pages of ended requests are unmapped; the default."""
 
 _LEAST_BEFORE = 20
 """Outputs that have ended at least before what is measured begins."""
@@ -172,41 +165,19 @@ def with_earlier(content: dict[str, Any], earlier: Mapping[str, Any]) -> dict[st
     return {**content, "rows": rows}
 
 
-@contextmanager
-def _engine(settings: Settings, options: Mapping[str, Any]) -> Iterator[LLM]:
-    """An engine in which KV has as much memory as the settings say, and no more."""
+def _engine(settings: Settings, options: Mapping[str, Any]) -> AbstractContextManager[LLM]:
     has_regions = options["kv_cache"] == "bucketed"
-    memory_bytes = settings.memory_bytes or settings.kv_bytes + _OTHER_BYTES
-    with LLM(
+    return engine_with_kv_memory(
         settings.model,
+        settings.kv_bytes,
+        settings.memory_bytes,
         device=settings.device,
-        load_format="dummy",
-        memory=memory_bytes,
         page_size=settings.page_bytes,
         bucket_memory=settings.kv_bytes if has_regions else None,
         max_model_len=settings.context_tokens,
         max_num_seqs=settings.max_seqs,
-        enable_prefix_caching=False,
-        guard_pages=False,
-        reclaim_below=_RECLAIM_SHARE * settings.kv_bytes / memory_bytes,
-        seed=0,
         **options,
-    ) as llm:
-        pool = llm.engine.pool
-        # From now on the overhead counts as it is, so that KV has the same memory throughout.
-        pool.account_overhead(pool.driver.overhead_bytes())
-        llm.engine.account_every_s = math.inf
-        if has_regions:
-            yield llm
-            return
-        count = (pool.free_bytes - settings.kv_bytes) // pool.page_bytes
-        others = pool.acquire(Owner("others", Kind.WEIGHTS), count) if count >= 0 else None
-        if others is None:
-            raise ConfigError("less memory than that for KV is left beside the weights; give more")
-        try:
-            yield llm
-        finally:
-            pool.release(others)
+    )
 
 
 def _measure(llm: LLM, requests: Sequence[TraceRequest], settings: Settings) -> dict[str, Any]:

@@ -66,6 +66,21 @@ def _pressure(content: Content, file: Path) -> None:
     plt.close(figure)
 
 
+def _served(content: Content, file: Path) -> None:
+    rows = [row for row in content["rows"] if row["way"] != "plenty"]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    _bars(left, [""], {row["way"]: [row["preemptions"]] for row in rows})
+    left.set_ylabel("preemptions")
+    groups = [f"TTFT ≤ {1e3 * ttft_s:.0f} ms" for ttft_s, _ in content["good_bounds_s"]]
+    _bars(right, groups, {row["way"]: row["goodput"] for row in content["rows"]})
+    tpot_s = content["good_bounds_s"][0][1]
+    right.set_ylabel(f"requests/s within the TTFT and {1e3 * tpot_s:.1f} ms a token")
+    for axes in (left, right):
+        axes.legend(frameon=False, fontsize=8)
+    figure.savefig(file, dpi=_DPI)
+    plt.close(figure)
+
+
 def _utilisation(content: Content, file: Path) -> None:
     sources = list(dict.fromkeys(row["source"] for row in content["rows"]))
     every = [row["way"] for row in content["rows"]]
@@ -148,6 +163,7 @@ def _accuracy(content: Content, file: Path) -> None:
 _DRAWINGS: Mapping[str, Callable[[Content, Path], None]] = {
     "accuracy": _accuracy,
     "pressure": _pressure,
+    "served": _served,
     "utilisation": _utilisation,
     "device": _utilisation,
     "drift": _drift,

@@ -16,8 +16,10 @@ FOLDER has the traces. Each part writes PART.json, most also PART.png:
 - drift: the same trace through two shifts of its lengths;
 - real: a small model on the CPU in short memory;
 - overhead: the scheduler's own time;
-- device: `utilisation` with a real model on a GPU, or elsewhere; not among those that are run by
-  default.
+- device: `utilisation` with a real model on a GPU, or elsewhere;
+- served: `demand` with a real model on a GPU, or elsewhere, at its 95th percentile over time.
+
+The last two are not among those that are run by default.
 """
 
 from __future__ import annotations
@@ -51,8 +53,11 @@ PARTS = {
     "real": ("real", 400),
     "overhead": ("real", 2000),
     "device": ("device", 4000),
+    "served": ("served", 4000),
 }
 """By name: the module of the measurement, and how many requests or steps it takes."""
+
+_ON_GPU = ("device", "served")
 
 _console = Console()
 
@@ -108,22 +113,23 @@ def main() -> None:
     )
     parser.add_argument("--data", type=Path, help="folder of the traces")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent)
-    parser.add_argument("--parts", default=",".join(part for part in PARTS if part != "device"))
+    parser.add_argument("--parts", default=",".join(part for part in PARTS if part not in _ON_GPU))
     parser.add_argument("--number", type=int, help="requests or steps of each part")
     parser.add_argument("--draw", action="store_true", help="draw what was measured before")
-    group = parser.add_argument_group("part device")
-    group.add_argument("--model", help="checkpoint or configuration; llama-3-8b if not given")
+    group = parser.add_argument_group("parts device and served")
+    group.add_argument("--model", help="checkpoint or configuration")
     group.add_argument("--device", help="cuda if not given")
-    group.add_argument("--kv-memory", type=parse_size, help="memory for KV; 12GiB if not given")
+    group.add_argument("--kv-memory", type=parse_size, help="memory for KV")
     group.add_argument("--memory", type=parse_size, help="memory in all; 32 GiB more if not given")
     group.add_argument("--page-size", type=parse_size, help="of paged and virtual")
     group.add_argument("--context", type=int, help="the longest context; 4096 if not given")
-    group.add_argument("--max-num-seqs", type=int, help="requests at once; 1024 if not given")
-    group.add_argument("--seconds", type=float, help="of each measurement; 7 if not given")
+    group.add_argument("--max-num-seqs", type=int, help="requests at once")
+    group.add_argument("--speed", type=float, help="served: the trace's times are divided by it")
+    group.add_argument("--seconds", type=float, help="device: length of each; 7 if not given")
     group.add_argument(
         "--ways",
-        help="beginnings of those to measure, with commas between; the others stay as they are in "
-        "the file; all if not given",
+        help="device: beginnings of those to measure, with commas between; the others stay as they "
+        "are in the file; all if not given",
     )
     found = parser.parse_args()
     parts = found.parts.split(",")
@@ -143,12 +149,16 @@ def main() -> None:
         "page_bytes": found.page_size,
         "context_tokens": found.context,
         "max_seqs": found.max_num_seqs,
+        "speed": found.speed,
         "seconds": found.seconds,
         "ways": None if found.ways is None else _ways(found.ways),
     }
     given = {name: value for name, value in settings.items() if value is not None}
-    if given and parts != ["device"]:
-        parser.error(f"{', '.join(given)} are for --parts device alone")
+    of_one = {"seconds": "device", "ways": "device", "speed": "served"}
+    if given and parts not in [[part] for part in _ON_GPU]:
+        parser.error(f"{', '.join(given)} are for --parts device or served alone")
+    if wrong := [name for name in given if of_one.get(name, parts[0]) != parts[0]]:
+        parser.error(f"{', '.join(wrong)} are not for --parts {parts[0]}")
     # The result files record the command, and the settings beside it; the user's folders do not
     # belong there.
     sys.argv = [sys.argv[0], "--data", "FOLDER", "--parts", found.parts]

@@ -167,6 +167,29 @@ def test_an_engine_that_serves(data: Path, tmp_path: Path, monkeypatch: pytest.M
     assert (tmp_path / "device.png").stat().st_size > 1000
 
 
+def test_a_trace_that_is_served_in_short_memory(data: Path, tmp_path: Path) -> None:
+    """On the CPU, as above."""
+    settings = {
+        "model": "demo",
+        "device": "cpu",
+        "speed": 50.0,
+        "kv_bytes": 16 << 20,
+        "memory_bytes": 64 << 20,
+        "context_tokens": 128,
+        "max_seqs": 64,
+    }
+    content = run_part("served", data, tmp_path, 12, **settings)
+    assert [row["way"] for row in content["rows"]] == ["plenty", "off", "prior", "oracle"]
+    assert 0 < content["mean_bytes"] <= content["p95_bytes"] <= content["demand_bytes"]
+    plenty, *others = content["rows"]
+    assert plenty["preemptions"] == 0
+    for row in others:
+        assert row["kv_bytes"] == int(0.6 * content["p95_bytes"])
+        assert row["mean_ttft"] <= row["mean_e2el"]
+        assert 0 <= row["goodput"][0] <= row["goodput"][-1] <= row["tokens_per_s"]
+    assert (tmp_path / "served.png").stat().st_size > 1000
+
+
 def test_goodput_and_demand() -> None:
     def record(arrival: float, first: float, end: float) -> RequestRecord:
         return RequestRecord("m", arrival, 100, 11, arrival, first, end)
