@@ -162,25 +162,9 @@ def test_an_idle_device_gets_a_step_with_enough_work(resources: ExitStack) -> No
     assert [plan.spans.num_tokens for plan in plans if plan is not None] == [300, 2 + 450]
 
 
-def test_a_device_that_becomes_idle_meanwhile_gets_what_was_admitted(resources: ExitStack) -> None:
-    """The first step ends while requests for the second one are admitted."""
+def test_no_more_than_a_step_is_enough(resources: ExitStack) -> None:
     world = World(resources, max_prefill_s=None)
-    world.scheduler.budget = replace(world.scheduler.budget, enough_s=0.02)
-    asked: list[bool] = []
-
-    def is_idle() -> bool:
-        asked.append(len(asked) != 2)
-        return asked[-1]
-
-    world.scheduler.admitter.is_device_idle = is_idle
-    for _ in range(7):
-        world.send(150)
-    plans = [world.scheduler.plan() for _ in range(3)]
-    assert [plan.spans.num_tokens for plan in plans if plan is not None] == [300, 2 + 300, 4 + 450]
-
-
-def test_what_is_enough(resources: ExitStack) -> None:
-    world = World(resources, max_prefill_s=None)
-    budget = replace(world.scheduler.budget, enough_s=0.02)
-    assert [budget.is_enough(count, lambda _, n: n / 5000) for count in (99, 100)] == [False, True]
-    assert not replace(budget, enough_s=None).is_enough(10**6, world.lane.recompute_s)
+    budget = replace(world.scheduler.budget, enough_s=1.0)
+    assert budget.enough_tokens(world.lane.recompute_s) == MOST_TOKENS
+    assert replace(budget, enough_s=0.02).enough_tokens(lambda _, count: count / 5000) == 100
+    assert replace(budget, enough_s=None).enough_tokens(world.lane.recompute_s) is None

@@ -59,8 +59,6 @@ class Admitter:
         blocked: the request that was refused memory last, or was preempted for it, and is still
             waiting.
         held: memory that a request rather waits for than fails; nothing by default.
-        is_device_idle: tells whether the device is done with all steps in flight; by default,
-            whether there are none.
     """
 
     def __init__(
@@ -75,7 +73,6 @@ class Admitter:
     ) -> None:
         self.blocked: SequenceGroup | None = None
         self.held: Held = _NothingHeld()
-        self.is_device_idle: Callable[[], bool] = self._is_nothing_in_flight
         self._lanes = lanes
         self._headroom = headroom
         self._preemption = preemption
@@ -104,7 +101,7 @@ class Admitter:
         only: Collection[int] | None,
         *,
         is_round: bool,
-        is_enough: Callable[[int], bool] = lambda num_tokens: False,
+        enough_tokens: int | None = None,
     ) -> tuple[IntArray, IntArray]:
         """Admit requests as long as there is room.
 
@@ -113,19 +110,16 @@ class Admitter:
             budget_tokens: tokens that they may run in this step.
             only: clients that the step is for; None for all.
             is_round: see `chunk_tokens`.
-            is_enough: tells whether so many tokens are work for which an idle device should not
-                have to wait until more requests are admitted; by default, all are that there is
-                room for.
+            enough_tokens: tokens with which the step need not wait until more requests are
+                admitted; None to admit all that there is room for.
 
         Returns: (slots, counts) of the tokens that they run in this step.
         """
         slots: list[int] = []
         counts: list[int] = []
         num_running = len(lane.running)
-        while lane.waiting and budget_tokens > 0 and not self._is_any_beginning_anew():
-            # A device that was busy may be idle by now: to map pages takes its time.
-            if counts and is_enough(sum(counts)) and self.is_device_idle():
-                break
+        least_budget = 0 if enough_tokens is None else max(budget_tokens - enough_tokens, 0)
+        while lane.waiting and budget_tokens > least_budget and not self._is_any_beginning_anew():
             group = self.next(lane, num_running)
             if group is None or len(group.sequences) > lane.slots.num_free:
                 break
@@ -186,9 +180,6 @@ class Admitter:
     def is_any_running(self) -> bool:
         """Whether a request of any model runs, or a step of one is in flight."""
         return any(lane.running or lane.in_flight for lane in self._lanes.values())
-
-    def _is_nothing_in_flight(self) -> bool:
-        return not any(lane.in_flight for lane in self._lanes.values())
 
     def _is_any_beginning_anew(self) -> bool:
         """Whether a request has the pool to itself, until its next token."""

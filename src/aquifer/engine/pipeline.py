@@ -66,7 +66,6 @@ class Pipeline:
         self._require_devices = require_devices
         self._clock_s = clock_s
         self._in_flight: deque[_Step] = deque()
-        scheduler.admitter.is_device_idle = lambda: self.are_done
         self._begun_s = 0.0  # when the earliest step in flight began: not before the last commit
 
     def __len__(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -66,14 +66,16 @@ class StepBudget:
     max_prefill_s: float | None = None
     enough_s: float | None = None
 
-    def is_enough(self, num_tokens: int, prefill_s: Callable[[float, float], float]) -> bool:
-        """Whether so many prompt tokens are as much work as `enough_s`.
+    def enough_tokens(self, prefill_s: Callable[[float, float], float]) -> int | None:
+        """Prompt tokens of `enough_s`, at most those of a step; None for no limit.
 
         Args:
-            num_tokens: of prompts that are about to run.
             prefill_s: as in `tokens`.
         """
-        return self.enough_s is not None and prefill_s(0, num_tokens) >= self.enough_s
+        if self.enough_s is None:
+            return None
+        counts = range(1, self.max_batched_tokens)
+        return 1 + bisect_left(counts, self.enough_s, key=lambda count: prefill_s(0, count))
 
     def tokens(
         self,

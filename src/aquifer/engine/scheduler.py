@@ -234,12 +234,16 @@ class Scheduler:
         slots, counts = grown
         num_running = len(lane.running)
         if lane.waiting and self.num_preemptions == num_preemptions:
+            num_tokens = int(counts.sum())
+            enough = None
+            if not self._has_in_flight():
+                enough = self.budget.enough_tokens(lane.recompute_s)
             admitted_slots, admitted_counts = self.admitter.admit(
                 lane,
-                most_tokens - int(counts.sum()),
+                most_tokens - num_tokens,
                 clients,
                 is_round=not len(slots),
-                is_enough=lambda num: self.budget.is_enough(num, lane.recompute_s),
+                enough_tokens=None if enough is None else enough - num_tokens,
             )
             if len(admitted_slots):
                 slots = np.concatenate((slots, admitted_slots))
