@@ -175,10 +175,10 @@ def test_a_trace_that_is_served_in_short_memory(data: Path, tmp_path: Path) -> N
         "speed": 50.0,
         "kv_bytes": 16 << 20,
         "memory_bytes": 64 << 20,
-        "context_tokens": 128,
+        "context_tokens": 512,
         "max_seqs": 64,
     }
-    content = run_part("served", data, tmp_path, 12, **settings)
+    content = run_part("served", data, tmp_path, 10, **settings)
     assert [row["way"] for row in content["rows"]] == ["plenty", "off", "prior", "oracle"]
     assert 0 < content["mean_bytes"] <= content["p95_bytes"] <= content["demand_bytes"]
     plenty, *others = content["rows"]

@@ -126,14 +126,22 @@ class RunningServer:
 
     def spawned(self, parent: int | None = None) -> list[int]:
         """Process ids of its running Python processes, the first one first: that is the engine; or
-        of those that another process has started. Sandboxes are not among them."""
-        spawned = [
-            process
-            for process in self.children(parent)
-            if "spawn_main" in _text_of(Path(f"/proc/{process}/cmdline"))
-            and _text_of(Path(f"/proc/{process}/comm")) != "aquifer-sandbox\n"
-        ]
-        return sorted(filter(is_running, spawned), key=_started)
+        those of that another process has started. Sandboxes are not among them.
+
+        It waits until each one has told by its name what it is.
+        """
+        names: dict[int, str] = {}
+
+        def are_named() -> bool:
+            names.clear()
+            for process in self.children(parent):
+                is_one = "spawn_main" in _text_of(Path(f"/proc/{process}/cmdline"))
+                if is_one and is_running(process):
+                    names[process] = _text_of(Path(f"/proc/{process}/comm"))
+            return all(name.startswith("aquifer-") for name in names.values())
+
+        eventually(are_named, "its processes have names")
+        return sorted((p for p, name in names.items() if "sandbox" not in name), key=_started)
 
     def engine_process(self) -> int:
         """Process id of the engine, as long as it was not started again."""

@@ -138,8 +138,8 @@ def test_an_engine_that_crashes(fake_server: RunningServer):
 def test_an_engine_process_that_is_killed(fake_server: RunningServer):
     """The kernel kills like this when memory runs out. It may happen again and again."""
     for _ in range(MAX_DEATHS + 1):
-        stream = fake_server.stream("x")
         engine = fake_server.engine_process()
+        stream = fake_server.stream("x")
         os.kill(engine, signal.SIGKILL)
         with pytest.raises(openai.APIError, match="the engine process died"):
             drain(stream)
