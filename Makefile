@@ -44,9 +44,11 @@ test-families: $(VENV)/installed-test
 examples: $(VENV)/installed-test $(EXAMPLES)/installed
 	$(BIN)/python -m pytest tests/serve/test_examples.py
 
-# On a GPU machine: with its own Python, whose torch, triton and cuda-bindings fit its driver.
+# On a GPU machine: with its own Python, whose torch, triton and cuda-bindings fit its driver. A long
+# traceback shows arguments: to print a tensor of an engine that has ended reads addresses without
+# pages, and every later test of the process fails.
 test-gpu:
-	PYTHONPATH=src python3 -m pytest --require-gpu tests/gpu tests/kernels
+	PYTHONPATH=src python3 -m pytest --require-gpu --tb=short tests/gpu tests/kernels
 
 bench-cpu: $(VENV)/installed-test
 	$(BIN)/python benchmarks/cpu/run.py
