@@ -166,6 +166,7 @@ def with_earlier(content: dict[str, Any], earlier: Mapping[str, Any]) -> dict[st
 
 
 def _engine(settings: Settings, options: Mapping[str, Any]) -> AbstractContextManager[LLM]:
+    """An engine of the settings; `bucketed` has its KV in memory that is not virtual."""
     has_regions = options["kv_cache"] == "bucketed"
     return engine_with_kv_memory(
         settings.model,

@@ -117,14 +117,18 @@ def main() -> None:
     parser.add_argument("--number", type=int, help="requests or steps of each part")
     parser.add_argument("--draw", action="store_true", help="draw what was measured before")
     group = parser.add_argument_group("parts device and served")
-    group.add_argument("--model", help="checkpoint or configuration")
+    group.add_argument("--model", help="checkpoint or configuration; llama-3-8b or qwen3-0.6b")
     group.add_argument("--device", help="cuda if not given")
-    group.add_argument("--kv-memory", type=parse_size, help="memory for KV")
+    group.add_argument(
+        "--kv-memory",
+        type=parse_size,
+        help="memory for KV: 12GiB if not given, or 32GiB for `served`, where it is to hold all",
+    )
     group.add_argument("--memory", type=parse_size, help="memory in all; 32 GiB more if not given")
     group.add_argument("--page-size", type=parse_size, help="of paged and virtual")
     group.add_argument("--context", type=int, help="the longest context; 4096 if not given")
-    group.add_argument("--max-num-seqs", type=int, help="requests at once")
-    group.add_argument("--speed", type=float, help="served: the trace's times are divided by it")
+    group.add_argument("--max-num-seqs", type=int, help="requests at once; 1024, 256")
+    group.add_argument("--speed", type=float, help="served: divides the trace's times; 6")
     group.add_argument("--seconds", type=float, help="device: length of each; 7 if not given")
     group.add_argument(
         "--ways",
