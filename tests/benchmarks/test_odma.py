@@ -178,7 +178,7 @@ def test_a_trace_that_is_served_in_short_memory(data: Path, tmp_path: Path) -> N
         "context_tokens": 512,
         "max_seqs": 64,
     }
-    content = run_part("served", data, tmp_path, 10, **settings)
+    content = run_part("served", data, tmp_path, 5, **settings)
     assert [row["way"] for row in content["rows"]] == ["plenty", "off", "prior", "oracle"]
     assert 0 < content["mean_bytes"] <= content["p95_bytes"] <= content["demand_bytes"]
     plenty, *others = content["rows"]
