@@ -1,11 +1,12 @@
 """Models in one pool: modes of loading, placement on devices, one rule against fixed splits.
 
-    python benchmarks/tangram/models.py --data FOLDER [--parts models,splits] [--requests 150]
-        [--output FOLDER]
+    python benchmarks/tangram/models.py --data FOLDER [--parts models,batches,splits]
+        [--requests 150] [--output FOLDER]
 
 FOLDER has the lengths of real requests. All times are simulated: the decisions are the engine's,
-and the time of steps and loads is modelled (`aquifer.sim`). It writes `models.json`, `splits.json`
-and `models.png`; README.md compares them with the paper's figures.
+and the time of steps and loads is modelled (`aquifer.sim`). It writes `models.json` with
+`splits.json` and `models.png`, `batches.json` with `batches.png`; README.md compares them with the
+paper's figures.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import matplotlib as mpl
 import numpy as np
 import numpy.typing as npt
+from benchmarks.pagedattention.workloads import CONTEXT_TOKENS
 from benchmarks.tangram.mixes import (
     MixedTrace,
     Setting,
@@ -65,6 +67,7 @@ RATES = (0.4, 1.6)
 
 _NUM_MODELS_PLACED = 20
 _POOLS = (4, 8, 12, 16, 20)
+_BATCHES = (1, 4, 16, 32)
 _SPLITS = (0.5, 0.67, 0.75, 0.85, 0.92)
 _REASONABLE = (0.5, 0.67, 0.75)
 _MIXED_FACTOR = 3
@@ -101,15 +104,17 @@ def config_of(setting: Setting, loading: LoadingConfig, **options: Any) -> Repla
     )
 
 
-def figures(records: Sequence[RequestRecord], loads: Sequence[LoadRecord]) -> dict[str, Any]:
-    """Loading and TTFT of one run. Loading is divided by all requests, loaded for or not."""
+def figures(
+    records: Sequence[RequestRecord], loads: Sequence[LoadRecord], batch_size: int = 1
+) -> dict[str, Any]:
+    """Loading and TTFT of one run. Loading is divided by all batches, loaded for or not."""
     ttfts_s = [r.first_token_s - r.arrival_s for r in records if r.first_token_s is not None]
     return {
         "requests": len(records),
         "not_served": sum(record.finished_s is None for record in records),
         "loads": len(loads),
         "loaded_gb": sum(load.loaded_bytes for load in loads) / 1e9,
-        "loading_ms": 1e3 * sum(load.seconds for load in loads) / len(records),
+        "loading_ms": 1e3 * sum(load.seconds for load in loads) * batch_size / len(records),
         "ttft_mean_ms": 1e3 * float(np.mean(ttfts_s)),
         "ttft_p50_ms": 1e3 * float(np.percentile(ttfts_s, 50)),
         "ttft_p99_ms": 1e3 * float(np.percentile(ttfts_s, 99)),
@@ -141,6 +146,38 @@ def by_pool_size(of: Sequence[TraceRequest], num_requests: int) -> dict[str, Any
             "models_gb": setting.weight_bytes / 1e9,
             **by_locality(setting, of, LOW_RATE, num_requests, {"tensor", "whole, not kept"}),
         }
+    return found
+
+
+def by_batch(setting: Setting, of: Sequence[TraceRequest], num_batches: int) -> dict[str, Any]:
+    """Loading and TTFT by batch size, level and mode (Fig. 9 and 12a).
+
+    "reserved" is what the paper calls "+Reuse": tensors stay where they can, but KV has a fixed
+    part of the pool, for the longest context of each sequence of the batch with the model that
+    needs the most.
+    """
+    link_bandwidth = setting.device.link_bandwidth
+    most_bytes = max(model.kv_layout.token_bytes for model in setting.models.values())
+    found: dict[str, Any] = {}
+    for size in _BATCHES:
+        reserved_bytes = size * CONTEXT_TOKENS * most_bytes
+        workload = LocalityWorkload(
+            tuple(setting.models), of, LOW_RATE, num_batches, batch_size=size
+        )
+        row: dict[str, Any] = {"reserved_gb": reserved_bytes / 1e9}
+        share = 1 - reserved_bytes / setting.memory_bytes
+        compared = {
+            "tensor": LoadingConfig(link_bandwidth),
+            "reserved": LoadingConfig(link_bandwidth, weight_share=share),
+            "whole, not kept": modes(link_bandwidth)["whole, not kept"],
+        }
+        for level, locality in LOCALITIES.items():
+            requests = workload.requests(locality)
+            row[level] = {}
+            for name, loading in compared.items():
+                result = replay(config_of(setting, loading), requests)
+                row[level][name] = figures(result.records, result.loads, size)
+        found[str(size)] = row
     return found
 
 
@@ -292,6 +329,38 @@ def draw(content: Mapping[str, Any], splits: Mapping[str, Any], file: Path) -> N
     plt.close(figure)
 
 
+def draw_batches(batches: Mapping[str, Any], file: Path) -> None:
+    """Draw loading by batch size and mode, and ours by that of whole models."""
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6))
+    names = ("tensor", "reserved", "whole, not kept")
+
+    def loading_ms(size: str, level: str, name: str) -> float:
+        return float(batches[size][level][name]["loading_ms"])
+
+    for index, name in enumerate(names):
+        means = [
+            float(np.mean([loading_ms(size, level, name) for level in LOCALITIES]))
+            for size in batches
+        ]
+        axes[0].bar(np.arange(len(batches)) + 0.25 * (index - 1), means, 0.25, label=name)
+    axes[0].set_xticks(range(len(batches)), list(batches))
+    axes[0].set(xlabel="batch size", title="loading, ms a batch, mean of L1 to L4")
+    for level in LOCALITIES:
+        shares = [
+            100 * loading_ms(size, level, "tensor") / loading_ms(size, level, "whole, not kept")
+            for size in batches
+        ]
+        axes[1].plot(range(len(batches)), shares, "o-", label=level)
+    axes[1].set_xticks(range(len(batches)), list(batches))
+    axes[1].set(xlabel="batch size", title="loading, % of whole models")
+    axes[1].set_ylim(0, None)
+    for axis in axes:
+        axis.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(file, dpi=80)
+    plt.close(figure)
+
+
 def described() -> dict[str, Any]:
     """Models and devices of all experiments."""
     return {
@@ -339,6 +408,12 @@ def measure_models(of: Sequence[TraceRequest], num_requests: int, keep: _Keep) -
     )
 
 
+def measure_batches(of: Sequence[TraceRequest], num_batches: int, keep: _Keep) -> None:
+    """KV on demand against KV reserved, in batches."""
+    setting = settings()["h200"]
+    keep({"settings": described(), "batches": by_batch(setting, of, num_batches)})
+
+
 def measure_splits(
     of: Sequence[TraceRequest], num_requests: int, num_traces: int, keep: _Keep
 ) -> None:
@@ -349,7 +424,7 @@ def measure_splits(
         keep({"settings": described(), "splits": found})
 
 
-_PARTS = ("models", "splits")
+_PARTS = ("models", "batches", "splits")
 
 
 def main() -> None:
@@ -382,12 +457,16 @@ def main() -> None:
 
         if part == "models":
             measure_models(of, arguments.requests, keep)
+        elif part == "batches":
+            measure_batches(of, arguments.requests, keep)
         else:
             measure_splits(of, arguments.requests, arguments.traces, keep)
-    files = [arguments.output / f"{part}.json" for part in _PARTS]
-    if all(file.is_file() for file in files):
-        models, splits = (json.loads(file.read_text()) for file in files)
-        draw(models, splits["splits"], arguments.output / "models.png")
+    files = {part: arguments.output / f"{part}.json" for part in _PARTS}
+    found = {part: json.loads(file.read_text()) for part, file in files.items() if file.is_file()}
+    if "models" in found and "splits" in found:
+        draw(found["models"], found["splits"]["splits"], arguments.output / "models.png")
+    if "batches" in found:
+        draw_batches(found["batches"]["batches"], arguments.output / "batches.png")
 
 
 if __name__ == "__main__":
