@@ -227,6 +227,15 @@ def test_parameters_as_a_mapping_are_refused(llm: LLM) -> None:
         llm.generate([[1]], {"max_tokens": 1})  # type: ignore[arg-type]
 
 
+def test_what_is_closed_says_so(folder: Path) -> None:
+    with LLM(folder, memory="4MiB", page_size="4KiB") as llm:
+        pass
+    with pytest.raises(EngineError, match="this LLM is closed"):
+        llm.generate([[1, 2]])
+    with pytest.raises(EngineError, match="this LLM is closed"):
+        next(llm.stream([1, 2]))
+
+
 def test_a_request_without_a_reader_is_ended(llm: LLM) -> None:
     """The engine takes it, but what turns its tokens into text cannot be made."""
     llm.tokenizer = object()  # type: ignore[assignment]

@@ -153,6 +153,7 @@ class LLM:
         self._model_name = spec.name
         self._ids = itertools.count()
         self._inboxes: dict[str, _Inbox] = {}  # by request; several may have the same one
+        self._closed = False
 
     def __enter__(self) -> LLM:
         return self
@@ -293,6 +294,7 @@ class LLM:
 
     def close(self) -> None:
         """Release all memory. The object must not be used afterwards."""
+        self._closed = True
         self.engine.close()
 
     def _complete(
@@ -343,6 +345,8 @@ class LLM:
 
     def _add(self, prompt: _Encoded, params: SamplingParams, inbox: _Inbox) -> OutputBuilder:
         """Send a request, whose outputs go to this inbox until `_remove`."""
+        if self._closed:
+            raise EngineError("this LLM is closed; call it within its `with` block")
         if params.stop_strings:
             self._need_tokenizer("stop")
         request = Request(
