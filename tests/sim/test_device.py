@@ -12,6 +12,7 @@ from tests.architectures import MAX_TOKENS, TRANSFORMERS, VOCAB_SIZE
 from tests.checkpoints import tiny_llama
 
 from aquifer.cache.base import KVLayout, LayerKV
+from aquifer.config import BUNDLED_MODELS
 from aquifer.errors import ConfigError, DriverError
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.memory.range import VirtualRange
@@ -65,8 +66,12 @@ def test_a_shape_from_a_config_of_transformers(tmp_path):
     assert shape.head_parameters == VOCAB_SIZE * 64
 
 
+def test_the_bundled_model_by_its_name() -> None:
+    assert find_model("demo") == find_model(str(BUNDLED_MODELS["demo"]))
+
+
 def test_unknown_names():
-    with pytest.raises(ConfigError, match="nor one of opt-13b"):
+    with pytest.raises(ConfigError, match="nor one of demo, opt-13b"):
         find_model("opt-14b")
     for name in ("b100", "0xh200", "xh200"):
         with pytest.raises(ConfigError, match=f"--device '{name}' is unknown"):

@@ -25,6 +25,7 @@ import numpy.typing as npt
 import torch
 
 from aquifer.cache.base import KVLayout, LayerKV, StateLayout
+from aquifer.config import BUNDLED_MODELS
 from aquifer.errors import ConfigError
 
 
@@ -219,18 +220,19 @@ MODELS = {
 
 
 def find_model(text: str) -> ModelShape:
-    """Find a shape by its name, or read it from the folder of a config.json.
+    """Find a shape by its name, or read it from a folder with a config.json or a bundled model.
 
     Raises:
         ConfigError: the text is neither a name nor such a folder.
     """
     if text in MODELS:
         return MODELS[text]
-    path = Path(text).expanduser()
+    path = BUNDLED_MODELS.get(text, Path(text).expanduser())
     if (path / "config.json").is_file():
         return ModelShape.of_checkpoint(path)
     raise ConfigError(
-        f"--model {text!r} is neither a folder with a config.json nor one of {', '.join(MODELS)}"
+        f"--model {text!r} is neither a folder with a config.json nor one of "
+        f"{', '.join((*BUNDLED_MODELS, *MODELS))}"
     )
 
 
