@@ -152,6 +152,13 @@ def test_bounds_to_share_need_buckets_that_follow() -> None:
         replace(config_of("bucketed"), static_buckets=True, bounds=bounds)
 
 
+def test_requests_without_a_model_are_for_the_first_one() -> None:
+    """As in the replay of one device."""
+    requests = [replace(request, model=None) for request in _requests(5)]
+    result = replay_devices(CONFIG, 2, requests, affinity)
+    assert [record.model for record in result.records] == ["a"] * 5
+
+
 def test_what_cannot_be_placed() -> None:
     requests = _requests(3)
     with pytest.raises(ConfigError, match="give a loading"):

@@ -189,14 +189,18 @@ def replay_cluster(
 
     Args:
         config: the cluster.
-        requests: in order of arrival, each with its time and model.
+        requests: in order of arrival, each with its time.
         on_progress: called from time to time with the number of requests that were placed.
 
     Raises:
         ConfigError: no worker can run a model, or a request has no time or names an unknown model.
     """
+    first = next(iter(config.workers[0].models))
+    named = [
+        replace(request, model=first) if request.model is None else request for request in requests
+    ]
     with ExitStack() as resources:
-        cluster = _Cluster(config, requests, resources)
+        cluster = _Cluster(config, named, resources)
         cluster.run(on_progress)
         return cluster.result()
 
@@ -246,7 +250,7 @@ class _Cluster:
     def run(self, on_progress: Callable[[int], None]) -> None:
         """Replay all requests."""
         for number, request in enumerate(self._requests):
-            if request.model is None or request.model not in self._config.workers[0].models:
+            if request.model not in self._config.workers[0].models:
                 raise ConfigError(f"the trace asks for a model {request.model!r}")
             if request.arrival_s is None:
                 raise ConfigError("the trace has no times; give a --rate of arrivals")
