@@ -256,6 +256,9 @@ def test_servers_that_do_not_fit_are_named() -> None:
         chat = ("--base-url", server.url, "--api-key", "secret", "--backend", "openai-chat")
         with pytest.raises(ConfigError, match="its ORG/NAME with --tokenizer"):
             bench(*chat)
+    few = Answer((b'{"error": {"message": "there is no token id 9996"}}',), 400)
+    with fake_server(few) as server, pytest.raises(EngineError, match=r"9996; give .* --tokenizer"):
+        bench("--base-url", server.url, "--num-prompts", "3")
     with fake_server(Answer((), 404)) as server:
         with pytest.raises(EngineError, match="no request succeeded: HTTP 404"):
             bench("--base-url", server.url, "--endpoint", "/nowhere", "--num-prompts", "3")

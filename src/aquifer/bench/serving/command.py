@@ -138,7 +138,7 @@ def _measure(
         bodies = maker.bodies(options.passes, options.num_warmups)
         arrivals_s = [0.0] * len(bodies)
         run = send(target, Load(settings.endpoint, bodies, arrivals_s, limit))
-        _check_answered(run)
+        _check_answered(run, maker)
     arrivals = arrival_times(
         options.num_prompts, options.request_rate, options.burstiness, options.seed
     )
@@ -148,7 +148,7 @@ def _measure(
         with counting_bar(refresh_hz=_REFRESH_HZ) as progress:
             task = progress.add_task("requests", total=options.num_prompts)
             run = send(target, load, lambda: progress.advance(task))  # noqa: B023
-        _check_answered(run)
+        _check_answered(run, maker)
         figures = {
             "num_prompts": options.num_prompts,
             "request_rate": _plain(options.request_rate),
@@ -165,9 +165,12 @@ def _measure(
     return passes
 
 
-def _check_answered(run: Run) -> None:
+def _check_answered(run: Run, maker: RequestMaker) -> None:
     if not run.streams:
-        raise EngineError(f"no request succeeded: {run.failures[0].message}")
+        message = run.failures[0].message
+        if maker.guesses_vocabulary and "token id" in message.lower():
+            message += "; give the model's folder or its ORG/NAME with --tokenizer"
+        raise EngineError(f"no request succeeded: {message}")
 
 
 def _maker(

@@ -43,6 +43,11 @@ class RequestMaker:
         self._fields = fields
         self._tokenizer = tokenizer
 
+    @property
+    def guesses_vocabulary(self) -> bool:
+        """Whether prompts are ids of a vocabulary of unknown size."""
+        return self._vocab_size == UNKNOWN_VOCAB_SIZE and not self._is_chat
+
     def bodies(self, variant: int, count: int | None = None) -> list[bytes]:
         """JSON of the requests of one pass.
 
