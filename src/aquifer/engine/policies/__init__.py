@@ -5,10 +5,12 @@
     displacement    the running request that gives its place to another client's waiting one
     express         the clients that run in a step of their own
     victims         the running request that is preempted when the pool is short
-    placement       the device that gets a request, where several could serve it
+    restore         whether its KV is copied to the host or computed again
     residents       the model that gives its memory to one that waits to be loaded
     relief          the model that gives its memory to requests of another one that wait for KV
-    restore         whether its KV is copied to the host or computed again
+    placement       the device that gets a request, where several could serve it
+    hand_over       the waiting requests that another device gets
+    replicas        the devices that have a model and are not needed for it
 
 A policy sees tokens, counts and times, never pages or requests, and changes nothing. To replace
 one, write a function of the same signature and pass it in `Policies`.
