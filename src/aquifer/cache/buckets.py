@@ -112,7 +112,9 @@ class BucketBounds:
     bound, that of the large bucket, is the longest sequence. Before there are lengths enough, and
     for good if `is_static`, the bounds are those of S3: fixed, `widths` apart.
 
-    New bounds are for later requests: regions keep the size that they have.
+    New bounds are for later requests: regions keep the size that they have. The paper computes them
+    in a background thread. Here that is done when the last of `every` lengths comes, between two
+    steps, since it takes a quarter of a millisecond.
 
     Args:
         sizes: what bounds are aligned to.

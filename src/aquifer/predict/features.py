@@ -1,4 +1,9 @@
-"""Features of requests: what a trained predictor sees of them (ODMA, section 3.2)."""
+"""Features of requests: what a trained predictor sees of them (ODMA, section 3.2).
+
+The paper names request type, temperature, system prompt and depth of the conversation beside the
+prompt. Here the system prompt counts by the recent lengths of requests that begin alike. Type and
+depth are left out: an engine gets tokens, with a chat's turns in them.
+"""
 
 from __future__ import annotations
 

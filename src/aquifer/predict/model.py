@@ -2,7 +2,8 @@
 
 One head gives the bucket, as probabilities of all bins; the other the length itself (ODMA, sections
 3.2 and 4.2). The forecast is the first head's: it says how sure it is. The second one is what the
-paper calls the point estimate; it is trained along, and reported.
+paper calls the point estimate. Here it is a second loss of the training, and nothing else: buckets
+are chosen by a quantile of the first head's distribution (`aquifer.cache.buckets.Routing`).
 """
 
 from __future__ import annotations

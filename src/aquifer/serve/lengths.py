@@ -2,7 +2,9 @@
 
 Every engine learns from the outputs of all, in one order, and one that is started later learns
 from the latest of them. So buckets have the same bounds on all devices (ODMA, section 3.5), and
-forecasts do not depend on which device has served requests like this one.
+forecasts do not depend on which device has served requests like this one. An engine that is started
+later counts from the first one that it gets, so its bounds change up to a hundred outputs earlier
+or later than those of others.
 """
 
 from __future__ import annotations
