@@ -7,6 +7,7 @@ import pytest
 
 from aquifer.serve.chunked import ChunkedConnection, framed
 
+LIMIT = 1000
 SIZED = (b"Content-Length", b"6")
 
 
@@ -15,9 +16,8 @@ def request(version: str, connection: str) -> bytes:
     return "\r\n".join(head).encode()
 
 
-def sent(kind: type[h11.Connection], asked: bytes, headers: list[tuple[bytes, bytes]]) -> bytes:
+def sent(connection: h11.Connection, asked: bytes, headers: list[tuple[bytes, bytes]]) -> bytes:
     """What a connection sends for two requests, the second one if the connection stays."""
-    connection = kind(h11.SERVER)
     written = b""
     for _ in range(2):
         connection.receive_data(asked)
@@ -44,13 +44,13 @@ def test_the_bytes_are_those_of_h11(
     version: str, connection: str, headers: list[tuple[bytes, bytes]]
 ):
     asked = request(version, connection)
-    ours = sent(ChunkedConnection, asked, headers)
-    assert ours == sent(h11.Connection, asked, headers)
+    ours = sent(ChunkedConnection(LIMIT), asked, headers)
+    assert ours == sent(h11.Connection(h11.SERVER), asked, headers)
     assert (b"3\r\nabc\r\n" in ours) == (version == "1.1" and not headers)
 
 
 def test_a_body_is_chunked_from_its_begin_to_its_end():
-    connection = ChunkedConnection(h11.SERVER)
+    connection = ChunkedConnection(LIMIT)
     connection.receive_data(request("1.1", "keep-alive"))
     connection.next_event()
     was_chunked = [connection.is_chunked]
@@ -66,10 +66,32 @@ def test_a_body_is_chunked_from_its_begin_to_its_end():
 
 
 def test_data_after_the_end_is_refused():
-    connection = ChunkedConnection(h11.SERVER)
+    connection = ChunkedConnection(LIMIT)
     connection.receive_data(request("1.1", "keep-alive"))
     assert isinstance(connection.next_event(), h11.Request)
     connection.send(h11.Response(status_code=200, headers=[]))
     connection.send(h11.EndOfMessage())
     with pytest.raises(h11.LocalProtocolError):
         connection.send(h11.Data(data=b"late"))
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("num_bytes", [900, 1100])
+def test_headers_are_bounded_however_they_arrive(at_once: bool, num_bytes: int):
+    connection = ChunkedConnection(LIMIT)
+    head = b"GET / HTTP/1.1\r\nHost: x\r\nA: " + b"a" * num_bytes
+    parts = [head + b"\r\n\r\n"] if at_once else [head, b"\r\n\r\n"]
+
+    def receive() -> object:
+        event: object = h11.NEED_DATA
+        for part in parts:
+            connection.receive_data(part)
+            event = connection.next_event()
+        return event
+
+    if num_bytes < LIMIT:
+        assert isinstance(receive(), h11.Request)
+    else:
+        with pytest.raises(h11.RemoteProtocolError):
+            receive()
+    assert connection.has_long_headers == (num_bytes > LIMIT)

@@ -10,6 +10,8 @@ import pytest
 from tests.checkpoints import VOCAB_SIZE
 from tests.serve.running import RunningServer, eventually
 
+from aquifer.serve.limits import MAX_HEADER_BYTES
+
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -231,6 +233,21 @@ def test_body_too_large_without_a_length(idle_server: RunningServer):
             connection.sendall(b"%x\r\n%s\r\n" % (len(chunk), chunk))
         connection.sendall(b"0\r\n\r\n")
         assert connection.recv(100).startswith(b"HTTP/1.1 413")
+
+
+@pytest.mark.parametrize("num_bytes", [12 << 10, 100 << 10])
+def test_headers_too_long(keyed_server: RunningServer, num_bytes: int):
+    with socket.create_connection((str(keyed_server.host), keyed_server.port)) as connection:
+        head = b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"x" * num_bytes
+        connection.sendall(head + b"\r\nConnection: close\r\n\r\n")
+        answer = b""
+        while received := connection.recv(4096):
+            answer += received
+    if num_bytes < MAX_HEADER_BYTES:
+        assert answer.startswith(b"HTTP/1.1 200")
+    else:
+        assert answer.startswith(b"HTTP/1.1 400")
+        assert b"headers are larger than 16.00 KiB" in answer
 
 
 def _post_and_leave(server: RunningServer, body: dict[str, Any], num_events: int) -> None:

@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import h11
 from fastapi import HTTPException, Request
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -27,7 +26,8 @@ some 50 ms, in which a GPU is idle."""
 MAX_BODY_BYTES = 16 << 20
 HEADERS_S = 15.0
 """How long a client may take for the headers of a request; then its connection is closed."""
-_HEADER_BYTES = 16 << 10  # of one request, and uvicorn's own limit
+MAX_HEADER_BYTES = 16 << 10
+"""Bytes of the path and the headers of a request: uvicorn's own limit."""
 _BODY_S = 120.0
 _BODY_PAUSE_S = 15.0
 _SMALL_BODY_BYTES = 64 << 10
@@ -56,7 +56,7 @@ class TimedProtocol(H11Protocol):
 
     def __init__(self, config: Config, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        self.conn: ChunkedConnection = ChunkedConnection(h11.SERVER, _HEADER_BYTES)
+        self.conn: ChunkedConnection = ChunkedConnection(MAX_HEADER_BYTES)
 
     @property
     def can_write_chunk(self) -> bool:
@@ -80,6 +80,13 @@ class TimedProtocol(H11Protocol):
         if self.scope is not None:
             self.scope.setdefault("extensions", {})[CHUNKS] = {"protocol": self}
         self._time_headers()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no request, and close the connection."""
+        if self.conn.has_long_headers:
+            limit = format_size(MAX_HEADER_BYTES)
+            msg = f"The path and headers are larger than {limit}; send shorter ones."
+        super().send_400_response(msg)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the waiting."""
