@@ -270,6 +270,9 @@ def test_a_predictor_is_written_and_read(tmp_path: Path, trained: LengthPredicto
         LengthPredictor.load(tmp_path / "p", "other")
     with pytest.raises(ConfigError, match="holds no length predictor"):
         LengthPredictor.load(tmp_path)
+    (tmp_path / "served.jsonl").write_text("{}")
+    with pytest.raises(ConfigError, match="holds no length predictor"):
+        LengthPredictor.load(tmp_path / "served.jsonl")
     broken = LengthPredictor.load(tmp_path / "p")
     broken.center[0] = float("nan")
     broken.save(tmp_path / "q")

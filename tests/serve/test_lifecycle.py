@@ -18,6 +18,8 @@ import pytest
 from tests.checkpoints import tiny_llama
 from tests.serve.running import RunningServer, drain, eventually, is_running, running
 
+from aquifer.bench.serving.target import Target
+from aquifer.errors import ConfigError
 from aquifer.serve.supervisor import MAX_DEATHS
 
 LONG_TOKENS = 30_000  # an output that lasts far longer than the test that needs it
@@ -198,6 +200,8 @@ def test_requests_are_refused_while_models_load(checkpoint: Path):
             assert status == 503
             assert "the server is starting" in answer["error"]["message"]
             assert int(headers["retry-after"]) > 0
+        with pytest.raises(ConfigError, match=r"is not ready: .*the server is starting"):
+            Target.reach(str(server.url)).model_names()
         second = RunningServer([*command, "--port", str(server.port)])
         assert second.wait() == 1
         assert "choose another with --port" in second.stderr

@@ -139,7 +139,7 @@ class LengthPredictor(torch.nn.Module):
             predictor.load_state_dict(load_file(folder / _WEIGHTS))
             if not all(values.isfinite().all() for values in predictor.state_dict().values()):
                 raise ValueError("some of its weights are no finite numbers")
-        except FileNotFoundError as error:
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise ConfigError(
                 f"{folder} holds no length predictor: {error.filename} is missing; "
                 "`aquifer predict train` writes one"

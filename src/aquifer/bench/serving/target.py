@@ -109,7 +109,8 @@ class Target:
         """The names of `/v1/models`; None if the server has no such list.
 
         Raises:
-            ConfigError: the server refused the key, or its answer is not such a list.
+            ConfigError: the server is not ready, it refused the key, or its answer is not such a
+                list.
         """
         status, body = self._get("/v1/models")
         if status in (401, 403):
@@ -119,6 +120,10 @@ class Target:
             )
         if status in (404, 405, 501):
             return None
+        if status == 503:
+            raise ConfigError(
+                f"{self.url} is not ready: {error_text(status, body)}; try again when it is"
+            )
         try:
             if status == 200:
                 return [str(card["id"]) for card in json.loads(body)["data"]]
