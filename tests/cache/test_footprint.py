@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from aquifer.cache import KV_CACHES, kv_cache
 from aquifer.cache.base import KVLayout, LayerKV
-from aquifer.cache.footprint import UNLIMITED_TOKENS, Footprint
+from aquifer.cache.footprint import UNLIMITED_TOKENS, Footprint, PartFootprint
 from aquifer.memory.driver.host import HostDriver
 from aquifer.memory.pool import Kind, Owner, PagePool
 
@@ -195,6 +196,44 @@ def test_a_manager_that_shares_nothing_takes_all_of_it_for_each_sequence():
     footprint = Footprint(100, 400, 400, shares=False)
     assert footprint.most(81, 101, 3) == 3 * 25
     assert footprint.needed(100, 80) == 25
+
+
+@given(
+    reference=formulas,
+    place_pages=st.integers(1, 6),
+    kept=lengths,
+    steps=st.lists(st.integers(1, 30), min_size=1, max_size=5),
+    idle=st.integers(0, 30),
+    num_total=st.integers(2, 400),
+)
+@example(
+    reference=Formulas(8, 64, 17),
+    place_pages=6,
+    kept=33,
+    steps=[21, 1, 3, 9],
+    idle=1,
+    num_total=400,
+)
+@reproducible
+def test_windows_of_several_sequences(
+    reference: Formulas,
+    place_pages: int,
+    kept: int,
+    steps: list[int],
+    idle: int,
+    num_total: int,
+):
+    """Each sequence begins as late in a block as it can, and has its part of the largest step."""
+    token_bytes, block_bytes = place_pages * reference.token_bytes, reference.block_bytes
+    block_bytes *= place_pages
+    whole = Footprint(token_bytes, block_bytes, reference.page_bytes, place_pages=place_pages)
+    part = PartFootprint(whole, kept, sum(steps) + idle)
+    before = block_bytes - gcd(token_bytes, block_bytes)
+    num_blocks = 0
+    for step in steps:
+        worst = (before + (kept + step) * token_bytes - 1) // block_bytes + 1
+        num_blocks += min(worst, whole.blocks(num_total - 1))
+    assert part.most(1, num_total, len(steps)) >= whole.blocks_pages(num_blocks)
 
 
 @pytest.mark.parametrize("name", KV_CACHES)

@@ -3,8 +3,11 @@
 A sequence's KV lies in blocks of equal size, the unit that sequences share and that prefixes are
 kept in; the blocks lie on pages, the unit that the pool hands out:
 
-    virtual     a block is a page, so block_bytes == page_bytes, and tokens may straddle blocks
-    paged       a block holds a whole number of tokens, and may be smaller or larger than a page
+    virtual     a block is a place, a page or a stripe, and tokens may straddle blocks
+    paged       a block holds a whole number of tokens, and may be smaller or larger than a place
+
+Layer-major KV is mapped by the stripe, a page in each of its buffers (`aquifer.memory.stripes`), so
+that each buffer has a last page that is used in part.
 
 All results are exact integers. Without any KV (token_bytes == 0) everything takes 0 pages.
 """
@@ -38,7 +41,7 @@ class Footprint:
         block_bytes: size of a block.
         page_bytes: size of a page of the pool.
         shares: whether sequences can share blocks, and blocks can be kept.
-        least_growth_bytes: what a sequence that grows takes at least; 0 for a page.
+        place_pages: pages that are mapped as one: those of a stripe where KV is layer-major.
         limit_pages: pages that all sequences together can have; None for all that there are.
     """
 
@@ -46,7 +49,7 @@ class Footprint:
     block_bytes: int
     page_bytes: int
     shares: bool = True
-    least_growth_bytes: int = 0
+    place_pages: int = 1
     limit_pages: int | None = None
 
     def limited(self, num_pages: int) -> int:
@@ -70,7 +73,7 @@ class Footprint:
 
     def pages(self, num_tokens: Count) -> Count:
         """Pages under one sequence of `num_tokens` tokens; of an array, for each of its entries."""
-        return -(-self.blocks(num_tokens) * self.block_bytes // self.page_bytes)
+        return self._pages_under(self.blocks(num_tokens) * self.block_bytes)
 
     def blocks(self, num_tokens: Count) -> Count:
         """Blocks that the first `num_tokens` tokens of a sequence lie in."""
@@ -93,7 +96,7 @@ class Footprint:
         # The stretch begins at a multiple of the token's size, so at most that far into a block.
         before = self.block_bytes - gcd(self.token_bytes, self.block_bytes)
         num_blocks = (before + num_tokens * self.token_bytes - 1) // self.block_bytes + 1
-        return -(-num_blocks * self.block_bytes // self.page_bytes) * (num_tokens > 0)
+        return self._pages_under(num_blocks * self.block_bytes) * (num_tokens > 0)
 
     def whole_blocks(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` tokens fill to the last byte."""
@@ -101,7 +104,13 @@ class Footprint:
 
     def blocks_pages(self, num_blocks: int) -> int:
         """Pages that `num_blocks` blocks take if they lie side by side."""
-        return -(-self.blocks_bytes(num_blocks) // self.page_bytes)
+        return self._pages_under(self.blocks_bytes(num_blocks))
+
+    def shared_pages(self, num_blocks: int) -> int:
+        """Pages that are saved at least where sequences share `num_blocks` whole blocks."""
+        if not self.shares:
+            return 0
+        return self.blocks_bytes(num_blocks) // self._place_bytes * self.place_pages
 
     def blocks_bytes(self, num_blocks: int) -> int:
         """Size of `num_blocks` blocks."""
@@ -117,9 +126,10 @@ class Footprint:
         Args:
             num_tokens: its length.
             num_cached: tokens that it begins with, in blocks that it adopts. Whole blocks are
-                shared and take nothing; a block that is filled in part is copied.
+                shared and take nothing; a block that is filled in part is copied. Units of large
+                pages that are copied too do not count, as it depends on where they are.
         """
-        return self.pages(num_tokens) - self._shared_bytes(num_cached) // self.page_bytes
+        return self.pages(num_tokens) - self.shared_pages(self.whole_blocks(num_cached))
 
     def most(self, num_prompt: int, num_total: int, num_sequences: int = 1) -> int:
         """Pages that a request takes at most, if its sequences share the prompt and no more.
@@ -132,8 +142,8 @@ class Footprint:
             num_sequences: number of sequences that run for it.
         """
         num_pages = num_sequences * self.pages(num_total - 1)
-        saved_bytes = (num_sequences - 1) * self._shared_bytes(max(num_prompt - 1, 0))
-        return num_pages - saved_bytes // self.page_bytes
+        num_shared = (num_sequences - 1) * self.whole_blocks(max(num_prompt - 1, 0))
+        return num_pages - self.shared_pages(num_shared)
 
     def longest(self, num_pages: int, num_prompt: int = 1, num_sequences: int = 1) -> int:
         """The largest `num_total` for which `most` is not more than `num_pages`.
@@ -174,9 +184,18 @@ class Footprint:
         """
         if not self.token_bytes:
             return 0
-        least_bytes = (more_tokens > 0) * max(self.page_bytes, self.least_growth_bytes)
+        least_bytes = (more_tokens > 0) * self._place_bytes
         num_bytes = int(np.maximum(more_tokens * self.token_bytes, least_bytes).sum())
         return -(-num_bytes // self.page_bytes)
+
+    @property
+    def _place_bytes(self) -> int:
+        """Size of what is mapped as one."""
+        return self.place_pages * self.page_bytes
+
+    def _pages_under(self, num_bytes: Count) -> Count:
+        """Pages under so many bytes that begin where a place does."""
+        return -(-num_bytes // self._place_bytes) * self.place_pages
 
     @property
     def _has_bytes(self) -> bool:
@@ -186,10 +205,6 @@ class Footprint:
     def _most_tokens(self, num_pages: int) -> int:
         """An upper bound of the tokens of one sequence on so many pages."""
         return num_pages * self.page_bytes // self.token_bytes
-
-    def _shared_bytes(self, num_tokens: int) -> int:
-        """Size of the blocks that a sequence shares if it begins with these tokens of another."""
-        return self.blocks_bytes(self.whole_blocks(num_tokens)) if self.shares else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,30 +245,24 @@ class PartFootprint:
 
     Attributes:
         footprint: footprint of the part's KV where nothing of it is given back.
-        kept_tokens: tokens before the next one that the part keeps at most; None for all.
+        kept_tokens: tokens before the next one that rows attend to; None for all.
         step_tokens: tokens of a step at most, which it has beside those.
         ahead_tokens: tokens that pages are mapped for ahead of need, which it has beside those.
+        checkpoint_tokens: tokens before those that it keeps for checkpoints.
     """
 
     footprint: Footprint
     kept_tokens: int | None
     step_tokens: int
     ahead_tokens: int = 0
+    checkpoint_tokens: int = 0
 
-    def pages(self, num_tokens: Count, step_tokens: int | None = None) -> Count:
-        """Pages under one sequence at most until it has `num_tokens` tokens.
-
-        Args:
-            num_tokens: tokens of the sequence.
-            step_tokens: tokens of it in one step; None for the most.
-        """
+    def pages(self, num_tokens: Count) -> Count:
+        """Pages under one sequence at most until it has `num_tokens` tokens."""
         pages = self.footprint.pages(num_tokens)
         if self.kept_tokens is None:
             return pages
-        limit = self.kept_tokens + (self.step_tokens if step_tokens is None else step_tokens)
-        limit += self.ahead_tokens
-        most = self.footprint.stretch_pages(_least(num_tokens, limit))
-        return pages - (pages > most) * (pages - most)
+        return _least(pages, self._most_kept(self.step_tokens))
 
     def needed(self, num_tokens: int, num_cached: int) -> int:
         """See `Footprint.needed`."""
@@ -261,17 +270,16 @@ class PartFootprint:
             return self.footprint.needed(num_tokens, num_cached)
         # Where the blocks that are adopted begin depends on the sequence.
         num_shared = self.footprint.whole_blocks(min(num_cached, self.kept_tokens)) - 1
-        shared_pages = self.footprint.blocks_bytes(max(num_shared, 0)) // self.footprint.page_bytes
-        return self.pages(num_tokens) - shared_pages
+        return self.pages(num_tokens) - self.footprint.shared_pages(max(num_shared, 0))
 
     def most(self, num_prompt: int, num_total: int, num_sequences: int) -> int:
         """See `Footprint.most`. Sequences share no tokens for long, so they count in full."""
         if self.kept_tokens is None:
             return self.footprint.most(num_prompt, num_total, num_sequences)
-        # The tokens of a step are those of all sequences; each may begin one more page.
-        others = self.pages(num_total - 1, 1) + 1
+        # The tokens of a step are those of all sequences; each may begin one more block.
+        each = self._most_kept(1) + self.footprint.blocks_pages(1)
         return min(
-            self.pages(num_total - 1) + (num_sequences - 1) * others,
+            self._most_kept(self.step_tokens) + (num_sequences - 1) * each,
             num_sequences * self.footprint.pages(num_total - 1),
         )
 
@@ -281,6 +289,16 @@ class PartFootprint:
             return self.footprint.growth(more_tokens, num_tokens)
         left = np.maximum(self.kept_tokens - num_tokens, 1)
         return self.footprint.growth(np.minimum(more_tokens, left), num_tokens)
+
+    def _most_kept(self, step_tokens: int) -> int:
+        """Pages under one sequence at most, however long it is.
+
+        Args:
+            step_tokens: tokens of it in one step.
+        """
+        assert self.kept_tokens is not None, "there is a window"
+        kept_tokens = self.kept_tokens + self.checkpoint_tokens
+        return self.footprint.stretch_pages(kept_tokens + step_tokens + self.ahead_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -282,9 +282,10 @@ class GroupedCache:
         parts = tuple(
             PartFootprint(
                 part.cache.footprint,
-                None if part.window_tokens is None else part.window_tokens - 1 + more,
+                None if part.window_tokens is None else part.window_tokens - 1,
                 self._step_tokens,
                 part.cache.ahead_tokens,
+                more,
             )
             for part in self.parts
         )

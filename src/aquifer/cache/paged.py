@@ -68,7 +68,6 @@ class PagedCache(KeepsAll):
         self._max_tokens = max_tokens
         self._block_size = block_size
         self._block_bytes = block_size * layout.token_bytes
-        self.footprint = Footprint(layout.token_bytes, self._block_bytes, pool.page_bytes)
         blocks_per_seq = -(-max_tokens // block_size)
         # Blocks for the whole budget, and those that may be requested when it is used up: block
         # numbers never run out before the pool refuses.
@@ -81,6 +80,12 @@ class PagedCache(KeepsAll):
             block_size,
             num_blocks,
             is_layer_major=is_layer_major,
+        )
+        self.footprint = Footprint(
+            layout.token_bytes,
+            self._block_bytes,
+            pool.page_bytes,
+            place_pages=shape.num_buffers,
         )
         self._page_bytes = shape.page_bytes
         self.tensors = KVTensors(pool, owner, shape)

@@ -83,7 +83,7 @@ class VirtualCache(KeepsAll):
             layout.token_bytes,
             shape.page_bytes,
             pool.page_bytes,
-            least_growth_bytes=shape.page_bytes,
+            place_pages=shape.num_buffers,
         )
         self.tensors = KVTensors(pool, owner, shape)
         self._max_tokens = max_tokens
