@@ -582,6 +582,47 @@ def test_a_group_that_is_renamed_is_found_by_its_new_key(make: Make):
     borrower.check()
 
 
+def test_a_group_that_is_renamed_stays_lent(make: Make):
+    """Each loan is ended once, whatever the group was called when it began."""
+    lender = make()
+    lender.load()
+    group = lender.store.groups[0]
+    old, new = lender.member.keys[group], "renamed"
+    before = lender.loans.lend([old])
+    lender.loans.rename(old, new)
+    lender.member.keys[group] = new
+    assert lender.reuse.is_lent(lender.member)
+    assert not lender.loans.is_lent([old])
+    after = lender.loans.lend([new])
+    lender.loans.end(before)
+    assert lender.loans.is_lent([new])
+    lender.loans.end(after)
+    assert not lender.loans.has_loans
+    lender.loans.rename(new, old)
+    lender.member.keys[group] = old
+    lender.check()
+
+
+def test_two_loads_at_once_borrow_the_same_groups(make: Make):
+    """Each ends its own loan, and the pages stay mapped for the other one."""
+    lender, borrower = make(), make()
+    lender.load()
+    group = lender.store.groups[0]
+    key, num_bytes = lender.member.keys[group], lender.store.num_bytes_of(group)
+    first, second = (borrower.neighbours.borrow({key: num_bytes}) for _ in range(2))
+    targets = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2)]
+    first.read(key, targets[0])
+    second.read(key, targets[1])
+    assert first.finish() == {key}
+    assert lender.loans.is_lent([key])
+    assert second.finish() == {key}
+    assert first.finish() == {key}
+    assert all(torch.equal(target, lender.expected(group)) for target in targets)
+    assert not lender.loans.has_loans
+    lender.check()
+    borrower.check()
+
+
 def test_messages_with_descriptors():
     ends = socket.socketpair()
     with ends[0], ends[1]:

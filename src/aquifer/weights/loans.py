@@ -23,16 +23,18 @@ class Offer:
     """A group that may be read.
 
     Attributes:
-        number: its own; a group that is offered again has another one.
+        number: its own; a group that is offered again, or by another key, has another one.
         key: what it is.
         num_bytes: of its parameters, which begin with its pages.
         parts: its pages in order, each part of pages of one size: (size in bytes, pages).
+        group: stays the same when the group is renamed, while `number` and `key` do not.
     """
 
     number: int
     key: str
     num_bytes: int
     parts: tuple[tuple[int, Sequence[Page]], ...]
+    group: int
 
 
 class Offered(NamedTuple):
@@ -62,7 +64,7 @@ class LoanBook:
         self._pool = pool
         self._numbers = count(1)
         self._offers: dict[str, Offer] = {}
-        self._num_loans: Counter[str] = Counter()  # by key
+        self._num_loans: Counter[int] = Counter()  # by `Offer.group`
         self._changed = threading.Condition(pool.lock)
         self._num_changes = 0
         self._num_pauses = 0
@@ -77,7 +79,7 @@ class LoanBook:
         """Offer groups that have their contents."""
         with self._pool.lock:
             new = [
-                Offer(next(self._numbers), key, num_bytes, tuple(parts))
+                Offer(number := next(self._numbers), key, num_bytes, tuple(parts), group=number)
                 for key, num_bytes, parts in groups
             ]
             self._offers.update((offer.key, offer) for offer in new)
@@ -106,7 +108,7 @@ class LoanBook:
             for offer in lent:
                 for _, pages in offer.parts:
                     self._pool.share(pages)
-            self._num_loans.update(offer.key for offer in lent)
+            self._num_loans.update(offer.group for offer in lent)
             self._num_changes += 1
         return lent
 
@@ -114,9 +116,9 @@ class LoanBook:
         """End a loan of these groups: the opposite of `lend`."""
         for offer in offers:
             with self._changed:
-                self._num_loans[offer.key] -= 1
-                if not self._num_loans[offer.key]:
-                    del self._num_loans[offer.key]
+                self._num_loans[offer.group] -= 1
+                if not self._num_loans[offer.group]:
+                    del self._num_loans[offer.group]
                 for _, pages in offer.parts:
                     self._pool.release(pages)
                 self._num_changes += 1
@@ -148,8 +150,9 @@ class LoanBook:
         return bool(self._num_loans)
 
     def is_lent(self, keys: Iterable[str]) -> bool:
-        """Whether any of these groups is lent."""
+        """Whether any of these groups is offered and lent."""
         if not self._num_loans:
             return False
         with self._pool.lock:
-            return any(key in self._num_loans for key in keys)
+            offers = (self._offers.get(key) for key in keys)
+            return any(offer is not None and offer.group in self._num_loans for offer in offers)
