@@ -502,6 +502,33 @@ def test_impossible_options_are_refused(options: dict[str, Any], words: str) -> 
         EngineConfig(**{"models": MODELS, **options})
 
 
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"block_size": 32}, ["block_size"]),
+        ({"block_size": 32, "kv_cache": "paged"}, []),
+        ({"block_size": 32, "kv_cache": "bucketed"}, []),
+        ({"eager_pages": 0, "map_ahead": "off", "prompt_page_bytes": 1 << 25}, []),
+        (
+            {
+                "eager_pages": 0,
+                "map_ahead": "off",
+                "prompt_page_bytes": 1 << 25,
+                "kv_cache": "paged",
+            },
+            ["prompt_page_size", "map_ahead", "eager_pages"],
+        ),
+        ({"prompt_page_bytes": 1 << 25, "kv_layout": "layer-major"}, ["prompt_page_size"]),
+        ({"reclaim_below": 1.0, "kv_cache": "paged"}, []),
+        *(({"kv_cache": name}, []) for name in find_option("kv_cache").choices),
+    ],
+)
+def test_options_without_effect(options: dict[str, Any], names: list[str]) -> None:
+    found = EngineConfig(models=MODELS, **options).without_effect()
+    assert [each.split()[0] for each in found] == names
+    assert all(" has no effect with kv_" in each for each in found)
+
+
 def test_edges_of_what_is_possible() -> None:
     EngineConfig(MODELS, swap_space_bytes=0, enable_prefix_caching=False, seed=-1)
     EngineConfig(MODELS, device="cuda:12", gpu_memory_utilization=1)

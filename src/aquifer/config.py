@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from aquifer.errors import ConfigError
+from aquifer.memory_options import OF_CACHES
 from aquifer.option import Option
 from aquifer.options import OPTIONS, default_of, find_option
 from aquifer.sizes import format_size
@@ -257,6 +258,19 @@ class EngineConfig:
             )
         if self.tensor_parallel_size > 1:
             self._check_group()
+
+    def without_effect(self) -> list[str]:
+        """Options that are set and that the KV cache has no use for, each with the reason."""
+        found = [
+            f"{name} has no effect with kv_cache {self.kv_cache}"
+            for name, caches in OF_CACHES.items()
+            if self.kv_cache not in caches
+            and getattr(self, find_option(name).field_name) != default_of(name)
+        ]
+        is_layer_major = self.kv_cache == "virtual" and self.kv_layout == "layer-major"
+        if is_layer_major and self.prompt_page_bytes is not None:
+            found.append("prompt_page_size has no effect with kv_layout layer-major")
+        return found
 
     def _check_without_buckets(self) -> None:
         """Refuse options of a cache that there is not."""

@@ -7,6 +7,15 @@ from aquifer.option import Option
 PREDICTION_USES = ("admission", "victims", "cache")
 """What forecasts of lengths can be used for."""
 
+OF_CACHES = {
+    "block_size": ("paged", "bucketed", "avmp", "avmp-fixed", "avmp-padded"),
+    "prompt_page_size": ("virtual",),
+    "map_ahead": ("virtual",),
+    "eager_pages": ("virtual",),
+}
+"""Options that other KV caches than these have no use for. They are allowed with all, so that one
+command line serves to compare caches; a warning says that they have no effect."""
+
 MEMORY_OPTIONS: tuple[Option, ...] = (
     Option(
         "memory",

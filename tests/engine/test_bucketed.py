@@ -147,6 +147,13 @@ def test_grouping_needs_buckets(folder: Path) -> None:
         LLM(folder, memory="16MiB", kv_cache="paged", bucket_grouping=True, **OPTIONS)
 
 
+def test_an_option_without_effect_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("virtual", "paged"):
+        LLM(folder, memory="16MiB", kv_cache=name, block_size=8).close()
+    told = [each.message for each in caplog.records if "no effect" in each.message]
+    assert told == ["block_size has no effect with kv_cache virtual"]
+
+
 def test_bounds_follow_requests_that_end(folder: Path) -> None:
     """Each that ends counts once, in all its completions; the bounds change with the hundredth."""
     short = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)

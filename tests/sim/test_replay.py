@@ -314,6 +314,8 @@ def test_wrong_options():
     requests = [TraceRequest(0.0, 5, 5)]
     with pytest.raises(ConfigError, match="unknown KV cache 'orca'"):
         config_of("orca")
+    with pytest.raises(ConfigError, match="preemption_mode swap needs swap_space above 0"):
+        config_of(preemption_mode="swap", swap_space_bytes=0)
     with pytest.raises(ConfigError, match="no prefix caching"):
         config_of("orca-max", prefix_caching=True)
     with pytest.raises(ConfigError, match="the weights of tiny take"):

@@ -73,6 +73,8 @@ class EngineParts:
             ConfigError: the memory does not suffice, or an option does not fit the device.
             DriverError: the device refused memory.
         """
+        for each in config.without_effect():
+            _log.warning("%s", each)
         with ExitStack() as resources:
             if leader is not None:
                 resources.callback(leader.close)

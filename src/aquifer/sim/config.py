@@ -164,6 +164,8 @@ class ReplayConfig:
             raise ConfigError(
                 f"{self.manager} reserves its memory for good, so no weights can come and go"
             )
+        if self.preemption_mode == "swap" and self.swap_space_bytes == 0:
+            raise ConfigError("preemption_mode swap needs swap_space above 0, such as 4GiB")
         if self.beam_width and self.num_samples > 1:
             raise ConfigError("give one of --num-samples and --beam-width")
         if self.num_sequences > min(self.max_num_seqs, MAX_SEQUENCES):
