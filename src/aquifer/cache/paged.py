@@ -81,12 +81,8 @@ class PagedCache(KeepsAll):
             num_blocks,
             is_layer_major=is_layer_major,
         )
-        self.footprint = Footprint(
-            layout.token_bytes,
-            self._block_bytes,
-            pool.page_bytes,
-            place_pages=shape.num_buffers,
-        )
+        figures = layout.token_bytes, self._block_bytes, pool.page_bytes
+        self.footprint = Footprint(*figures, place_pages=shape.num_buffers)
         self._page_bytes = shape.page_bytes
         self.tensors = KVTensors(pool, owner, shape)
         self._residency = self.tensors.residency
