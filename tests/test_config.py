@@ -363,6 +363,17 @@ def test_every_source_sets_the_served_name(
     assert serve_with("--config", str(file))[0].models == named
     monkeypatch.setenv("AQUIFER_SERVED_MODEL_NAME", "a")
     assert serve_with("/")[0].models == (ModelSpec("a", Path("/")),)
+    monkeypatch.setenv("AQUIFER_SERVED_MODEL_NAME", "a, b")
+    assert serve_with("/")[0].models == named
+
+
+def test_a_variable_sets_several_values(serve_with: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AQUIFER_LENGTH_PREDICTION", "prior")
+    monkeypatch.setenv("AQUIFER_PREDICTION_USES", "admission,victims")
+    assert serve_with("/")[0].prediction_uses == ("admission", "victims")
+    monkeypatch.setenv("AQUIFER_PREDICTION_USES", "admission,")
+    with pytest.raises(ConfigError, match=r"AQUIFER_PREDICTION_USES is ''; choose admission, "):
+        serve_with("/")
 
 
 def test_an_alias_stands_for_one_model() -> None:

@@ -19,7 +19,8 @@ from aquifer.option import Option, Scope
 from aquifer.options import options_of
 
 PRECEDENCE = (
-    "Each option can also be set in the environment, such as AQUIFER_MAX_MODEL_LEN=4096. "
+    "Each option can also be set in the environment, such as AQUIFER_MAX_MODEL_LEN=4096; several "
+    "values are separated by commas. "
     "The command line wins over the environment"
 )
 """Shown at the end of the help of commands that read the environment."""
@@ -101,7 +102,8 @@ def read_options(
     Args:
         options: what may be set.
         flags: what the command line sets, by option name.
-        variables: the environment; an empty variable sets nothing.
+        variables: the environment; an empty variable sets nothing, and commas separate several
+            values of one.
         file: a YAML file of options, and of those of `serve` that this command does not take; None
             for none.
 
@@ -116,11 +118,17 @@ def read_options(
             source = "MODEL" if option.is_argument else option.flag
             values[option.name] = _parse(option, flags[option.name], source)
         elif variables.get(option.variable) and not option.is_argument:
-            values[option.name] = _parse(option, variables[option.variable], option.variable)
+            values[option.name] = _parse(option, _of_variable(option, variables), option.variable)
         elif option.name in in_file:
             source = f"{file}: {option.name}"
             values[option.name] = _parse(option, in_file[option.name], source)
     return values
+
+
+def _of_variable(option: Option, variables: Mapping[str, str]) -> str | list[str]:
+    """What a variable sets: of an option with several values, those between commas."""
+    text = variables[option.variable]
+    return [value.strip() for value in text.split(",")] if option.many else text
 
 
 def _parse(option: Option, value: object, source: str) -> Any:
