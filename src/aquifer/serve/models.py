@@ -39,9 +39,14 @@ class TextModel:
         """Load tokenizer and defaults.
 
         Raises:
-            ConfigError: a file cannot be read.
+            ConfigError: a file cannot be read, or the tokenizer could hold up other models.
         """
         tokenizer = Tokenizer.load(spec.path, chat_template)
+        if tokenizer is not None:
+            try:
+                tokenizer.check_decoder()
+            except ConfigError as error:
+                raise ConfigError(f"cannot use {spec.path}: {error}") from error
         return cls(spec.name, spec.path, tokenizer, sampling_defaults(spec.path))
 
     @property

@@ -19,9 +19,9 @@ _T = TypeVar("_T")
 class OffLoop:
     """Runs a model's work on texts; in threads if it may take long, so that other streams continue.
 
-    How long a text takes is told by its length, unless the checkpoint's tokenizer is odd: with some
-    regular expressions, a short one takes many seconds. Once one has, the model is `slow`, and all
-    its work is done in threads. They are few, so that slow models do not take those of others.
+    How long a text takes is told by its length. Should a short one take long nevertheless, then the
+    model is `slow`, and all its work is done in threads. They are few, so that slow models do not
+    take those of others.
 
     For one event loop.
 

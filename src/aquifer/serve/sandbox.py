@@ -41,6 +41,7 @@ class Sandbox:
         max_bytes: address space that the worker may have.
         max_waiting: functions that may wait; more are refused.
         niceness: by how much the worker comes after the loop and the engine.
+        prepare: what the worker does before its first job, which pickles; the limits are for jobs.
     """
 
     def __init__(
@@ -50,11 +51,13 @@ class Sandbox:
         max_bytes: int = 2 << 30,
         max_waiting: int = 16,
         niceness: int = 5,
+        prepare: Callable[[], object] | None = None,
     ) -> None:
         self._modules = tuple(modules)
         self._max_s = max_s
         self._max_bytes = max_bytes
         self._niceness = niceness
+        self._prepare = prepare
         self._places = threading.BoundedSemaphore(max_waiting)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="aquifer-sandbox")
         self._worker: tuple[multiprocessing.process.BaseProcess, Connection] | None = None
@@ -126,7 +129,7 @@ class Sandbox:
         connection, theirs = context.Pipe()
         process = context.Process(
             target=_work,
-            args=(theirs, self._max_bytes, self._modules, self._niceness),
+            args=(theirs, self._max_bytes, self._modules, self._niceness, self._prepare),
             name="aquifer-sandbox",
             daemon=True,
         )
@@ -149,7 +152,13 @@ class Sandbox:
             connection.close()
 
 
-def _work(connection: Connection, max_bytes: int, modules: Sequence[str], niceness: int) -> None:
+def _work(
+    connection: Connection,
+    max_bytes: int,
+    modules: Sequence[str],
+    niceness: int,
+    prepare: Callable[[], object] | None,
+) -> None:
     """Run the worker: answer functions with their results until the pipe ends."""
     name_process("aquifer-sandbox")
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -158,6 +167,8 @@ def _work(connection: Connection, max_bytes: int, modules: Sequence[str], nicene
     os.nice(niceness)
     for module in modules:
         importlib.import_module(module)
+    if prepare is not None:
+        prepare()
     connection.send_bytes(b"")
     resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
     while True:

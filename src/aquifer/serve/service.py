@@ -17,6 +17,7 @@ from aquifer.engine.reports import ModelInfo
 from aquifer.errors import ContextLengthError, RequestError, UnavailableError, UnknownModelError
 from aquifer.serve.answers import PieceBuffer, Pieces, pieces_of
 from aquifer.serve.client import EngineClient
+from aquifer.serve.encoders import encode_here, encoder_of
 from aquifer.serve.feed import Feed
 from aquifer.serve.generation import Deltas, EncodedPrompt, Job, Shortcut, run_jobs
 from aquifer.serve.http import key_name_of
@@ -40,11 +41,24 @@ _Body = TypeVar("_Body", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A served model: its text side, the engine's description of it, where texts are encoded."""
+    """A served model: its text side, the engine's description of it, where texts are encoded.
+
+    Attributes:
+        encoder: of an unusual tokenizer; None for the others.
+    """
 
     text: TextModel
     info: ModelInfo
     off_loop: OffLoop = field(default_factory=OffLoop)
+    encoder: Sandbox | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "encoder", encoder_of(self.text.tokenizer))
+
+    def close(self) -> None:
+        """End the process that encodes its texts, if there is one."""
+        if self.encoder is not None:
+            self.encoder.close()
 
 
 class Service:
@@ -98,6 +112,8 @@ class Service:
     def close(self) -> None:
         """End the processes that this one has started."""
         self._sandbox.close()
+        for model in self.models.values():
+            model.close()
 
     def add(self, model: ServedModel, aliases: Mapping[str, str]) -> None:
         """Serve another model.
@@ -117,7 +133,8 @@ class Service:
             name: its served name.
             aliases: of all models then.
         """
-        self.models.pop(name, None)
+        if (model := self.models.pop(name, None)) is not None:
+            model.close()
         self._templates.forget(name)
         self._aliases = dict(aliases)
 
@@ -369,7 +386,9 @@ def check_prompt(model: ServedModel, token_ids: Sequence[int], param: str) -> No
 async def encode(
     model: ServedModel, text: str, special: bool = True, num_chars: int | None = None
 ) -> list[int]:
-    """Encode a text as token ids; in a thread if it is long, so that other streams continue.
+    """Encode a text as token ids, so that other streams continue.
+
+    A long one is encoded in a thread, and all of an unusual tokenizer in another process.
 
     Args:
         model: the model.
@@ -379,8 +398,12 @@ async def encode(
 
     Raises:
         RequestError: there is no tokenizer, the text is not valid Unicode, or far too long.
+        LimitError: it takes too long, or too much memory.
     """
     tokenizer, limit = model.text.need_tokenizer(), model.info.max_model_len
+    if model.encoder is not None:
+        what = f"encoding with the tokenizer of {model.info.name!r}"
+        return await model.encoder.run(what, "prompt", encode_here, text, special, limit)
     return await model.off_loop.run(
         num_chars or len(text), partial(tokenizer.encode, text, special, max_tokens=limit)
     )

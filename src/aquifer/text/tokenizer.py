@@ -16,6 +16,7 @@ from aquifer.errors import ConfigError, ContextLengthError, EngineError, Request
 from aquifer.fields import LIST_BYTES, Fields, is_there, read_fields, read_text
 from aquifer.sizes import format_size
 from aquifer.text.chat_template import ChatTemplate
+from aquifer.text.work import decodes_usually, is_usual
 
 _SPECIAL_TOKENS = frozenset(
     f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -59,6 +60,7 @@ class Tokenizer:
 
     Attributes:
         special_token_ids: the tokens that `decode` leaves out, if it is to.
+        is_usual: whether each short text is encoded in a short time.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Tokenizer:
         self.special_token_ids = frozenset(
             token_id for token_id, token in added.items() if token.special
         )
+        self.is_usual = is_usual(backend)
         self._max_token_chars = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
 
     @classmethod
@@ -117,6 +120,19 @@ class Tokenizer:
             **self._special_tokens,
             "chat_template": self.chat_template,
         }
+
+    def check_decoder(self) -> None:
+        """Check that outputs can be decoded beside others, in an event loop.
+
+        Raises:
+            ConfigError: the decoder may take long, or much memory, for a few tokens.
+        """
+        if not decodes_usually(self.backend):
+            raise ConfigError(
+                "the decoder of its tokenizer.json has a regular expression, or replacements one "
+                "after another, that could stop the server for minutes or take all memory; "
+                "convert the tokenizer again with a recent version of Transformers"
+            )
 
     def encode(
         self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None
