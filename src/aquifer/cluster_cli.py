@@ -132,7 +132,7 @@ def _leave(address: str, label: str, variables: Mapping[str, str]) -> None:
     from aquifer.cluster.client import ControllerClient
 
     try:
-        ControllerClient().call_now("leave", nodes.node_with_label(label))
+        ControllerClient().leave(nodes.node_with_label(label))
     except AquiferError as error:
         print(f"requests that run here are not waited for: {error}")
     finally:

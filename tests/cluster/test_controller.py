@@ -301,3 +301,26 @@ def test_the_controller_ends_though_its_workers_take_long(monkeypatch: pytest.Mo
     monkeypatch.setattr(client, "controller_actor", lambda: actor)
     ControllerClient().end("server", timeout_s=0.0)
     assert killed == [actor]
+
+
+def test_a_node_that_leaves_waits_as_long_as_requests_may_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its devices would be gone otherwise while they still run."""
+    waited: dict[str, float] = {}
+
+    class Played:
+        """Ray, whose actor answers with the name of the method."""
+
+        def get(self, method: str, timeout: float) -> object:
+            waited[method] = timeout
+            return {"settings": {"drain_s": 3600.0}}
+
+    class Actor:
+        status = Method(lambda: "status")
+        leave = Method(lambda _: "leave")
+
+    monkeypatch.setattr(client, "ray", Played())
+    monkeypatch.setattr(client, "controller_actor", Actor)
+    ControllerClient().leave("node")
+    assert waited["leave"] > 3600.0 + controller.LAST_S

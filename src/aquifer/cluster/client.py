@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from aquifer.cluster.controller import controller_actor, reason_of
+from aquifer.cluster.controller import LAST_S, controller_actor, reason_of
 from aquifer.errors import UnavailableError
 
 _PAUSE_S = 0.2
@@ -65,6 +65,16 @@ class ControllerClient:
                         f"the cluster's controller does not answer: {reason_of(error)}", _RETRY_S
                     ) from error
                 time.sleep(_PAUSE_S)
+
+    def leave(self, node_id: str) -> None:
+        """Have a node get no more workers, and return once it has none.
+
+        Raises:
+            UnavailableError: the controller could not be reached.
+        """
+        settings = self.call_now("status")["settings"]
+        drain_s = settings["drain_s"] if settings else 0.0
+        self.call_now("leave", node_id, timeout_s=drain_s + LAST_S + _ANSWER_S)
 
     def end(self, front: str, timeout_s: float = 10.0) -> None:
         """End the workers and the controller, unless another server uses them.

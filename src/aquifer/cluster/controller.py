@@ -45,7 +45,7 @@ _FRONT_S = 6.0
 """A server that has not asked for this long is gone."""
 _START_S = 60.0
 """A worker that takes longer to start counts as failed."""
-_LAST_S = 10.0
+LAST_S = 10.0
 """A worker that leaves ends so long after the time for its requests, also if a server uses it."""
 
 _logger = logging.getLogger(__name__)
@@ -179,7 +179,7 @@ class Controller:
         self._note_change()
         with suppress(TimeoutError):
             settings = self._state.settings
-            async with asyncio.timeout(_LAST_S + (settings.drain_s if settings else 0.0)):
+            async with asyncio.timeout(LAST_S + (settings.drain_s if settings else 0.0)):
                 while any(worker.name in self._state.workers for worker in there):
                     await self._changed.wait()
         for worker in there:
