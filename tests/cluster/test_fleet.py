@@ -99,6 +99,43 @@ def test_workers_come_leave_and_are_lost(tmp_path: Path) -> None:
         agent.close()
 
 
+def test_a_worker_that_leaves_serves_until_the_next_one_does(tmp_path: Path) -> None:
+    config = EngineConfig((ModelSpec("fake", tiny_llama(tmp_path / "tiny")),))
+    agents = [Agent(AgentOptions(HOST, TOKEN, "cpu"), open_fake) for _ in range(2)]
+    first, second = (Address(HOST, agent.start()) for agent in agents)
+
+    async def test() -> None:
+        controller = Controller()
+        fleet = ClusterFleet(config, controller, "front", TOKEN, "warning", 600)
+        server = Server()
+        fleet.start(server.engines)
+        controller.show(_worker("w1", first))
+        await fleet.ready(lambda _: None)
+        try:
+            controller.show(_worker("w1", first, is_leaving=True))
+            await asyncio.sleep(0.05)
+            server.send("r1", 1, [5, 6], 3)
+            await server.until(1)
+            controller.show(_worker("w1", first, is_leaving=True), _worker("w2", second))
+            number = 1
+            while ("left", "w1") not in controller.calls:
+                number += 1
+                server.send(f"r{number}", number, [5, 6], 3)
+                await server.until(number)
+                assert server.refused == {}
+            assert server.ended == [*range(1, number + 1)]
+            assert server.engines.names == ["w2"]
+        finally:
+            await server.close()
+            await fleet.stop()
+
+    try:
+        asyncio.run(test())
+    finally:
+        for agent in agents:
+            agent.close()
+
+
 def test_requests_that_wait_go_to_a_worker_that_comes(tmp_path: Path) -> None:
     """Each runs once: on the first worker or, half of them, on the second one."""
     config = EngineConfig((ModelSpec("fake", tiny_llama(tmp_path / "tiny")),))

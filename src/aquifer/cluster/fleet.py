@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -19,6 +20,9 @@ from aquifer.serve.placed_engine import PlacedEngine
 
 _PAUSE_S = 1.0
 """Until the controller is asked again after it could not be reached."""
+
+_LOOK_S = 0.05
+"""Interval of looks whether a worker serves that does not leave."""
 
 _logger = logging.getLogger(__name__)
 
@@ -168,8 +172,17 @@ class ClusterFleet:
         self._added.put_nowait(engine)
 
     async def _drain(self, name: str) -> None:
-        """Let a worker go once it has no requests."""
-        await self._engines.drain(name, self._drain_s)
+        """Let a worker go once it has no requests; it accepts them until another one serves.
+
+        What it accepts has half of the time to end at least, also if no other one comes.
+        """
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + self._drain_s
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._drain_s / 2):
+                while not {*self._engines.serving} - self._leaving and name in self._engines.names:
+                    await asyncio.sleep(_LOOK_S)
+        await self._engines.drain(name, until_s - loop.time())
         await self._engines.remove(name)
         try:
             await self._controller.call("left", name)

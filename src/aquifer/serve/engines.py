@@ -114,6 +114,11 @@ class Engines:
         """Names of the devices."""
         return [engine.name for engine in self._engines]
 
+    @property
+    def serving(self) -> list[str]:
+        """Names of the devices that accept requests."""
+        return [engine.name for engine in self._engines if engine.serves]
+
     # ---- life
 
     def add(
