@@ -12,8 +12,13 @@ _HERE = Path(__file__).resolve().parent
 
 
 def tables(content: Mapping[str, Any]) -> list[str]:
-    """Loading and TTFT by locality, and TTFT by devices."""
-    return [_loading(content), _ttft(content), _devices(content)]
+    """Loading and TTFT by locality, loading by the size of all models, TTFT by devices."""
+    return [_loading(content), _ttft(content), _pool(content), _devices(content)]
+
+
+def batch_tables(content: Mapping[str, Any]) -> list[str]:
+    """Loading and TTFT by batch size and locality."""
+    return [_batches(content["batches"])]
 
 
 def split_tables(content: Mapping[str, Any]) -> list[str]:
@@ -105,6 +110,41 @@ def _by_level(content: Mapping[str, Any], shown: Any) -> str:
     return _table(["", "", *modes], rows)
 
 
+def _pool(content: Mapping[str, Any]) -> str:
+    levels = list(content["locality"]["h200"])
+    rows = []
+    for count, found in content["pool"].items():
+        cells = [count, f"{found['models_gb']:.0f}"]
+        for level in levels:
+            ours, whole = (
+                found[level][mode]["loading_ms"] for mode in ("tensor", "whole, not kept")
+            )
+            cells.append(f"{ours:.0f} of {whole:.0f} ms, {100 * ours / whole:.0f} %")
+        rows.append(cells)
+    return _table(["models", "GB", *levels], rows)
+
+
+def _batches(batches: Mapping[str, Any]) -> str:
+    modes = ("tensor", "reserved", "whole, not kept")
+    rows = []
+    for size, found in batches.items():
+        for level in (level for level in found if level != "reserved_gb"):
+            row = found[level]
+            ours_ms = row["tensor"]["loading_ms"]
+            rows.append(
+                [
+                    size,
+                    f"{found['reserved_gb']:.1f}",
+                    level,
+                    *(f"{row[mode]['loading_ms']:.0f}" for mode in modes),
+                    " / ".join(f"{row[mode]['loading_ms'] / ours_ms:.2f}" for mode in modes[1:]),
+                    *(f"{row[mode]['ttft_mean_ms']:.0f}" for mode in modes),
+                ]
+            )
+    header = ["batch", "reserved, GB", "", *(f"{mode}: loading" for mode in modes), "times ours"]
+    return _table([*header, *(f"{mode}: TTFT" for mode in modes)], rows)
+
+
 def _devices(content: Mapping[str, Any]) -> str:
     rows = []
     for rate, found in content["devices"].items():
@@ -184,6 +224,7 @@ def all_tables() -> list[str]:
     return [
         *device_tables(on_device),
         *tables(_read("models.json")),
+        *batch_tables(_read("batches.json")),
         *split_tables(_read("splits.json")),
     ]
 

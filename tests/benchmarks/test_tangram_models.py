@@ -8,14 +8,17 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from benchmarks.tangram import models as models_module
 from benchmarks.tangram.mixes import EIGHT, MixedTrace, Setting, by_class, mixed_settings, settings
 from benchmarks.tangram.models import (
     LOW_RATE,
+    by_batch,
     by_devices,
     by_locality,
     by_split,
     compared_splits,
     draw,
+    draw_batches,
     modes,
 )
 from benchmarks.tangram.tables import all_tables
@@ -76,6 +79,22 @@ def test_loading_by_mode() -> None:
     assert found["L1"]["tensor"]["loading_ms"] < found["L1"]["whole"]["loading_ms"]
 
 
+def test_loading_by_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a pool with room for hardly more than the largest model, reserved KV costs loads."""
+    whole = settings()["h200"]
+    models = {name: whole.models[name] for name in EIGHT[:4]}
+    setting = Setting(models, whole.device, 13 * 10**9)
+    monkeypatch.setattr(models_module, "_BATCHES", (8,))
+    row = by_batch(setting, LENGTHS, 6)["8"]
+    most = max(model.kv_layout.token_bytes for model in models.values())
+    assert row["reserved_gb"] == pytest.approx(8 * 2048 * most / 1e9)
+    for level in ("L1", "L2", "L3", "L4"):
+        for of in row[level].values():
+            assert (of["requests"], of["not_served"]) == (6 * 8, 0)
+        assert row[level]["tensor"]["loading_ms"] <= row[level]["reserved"]["loading_ms"]
+    assert row["L1"]["tensor"]["loading_ms"] < row["L1"]["reserved"]["loading_ms"]
+
+
 def test_placements() -> None:
     found = by_devices(LENGTHS, 6, counts=(1, 2))
     for rows in found.values():
@@ -118,11 +137,14 @@ def test_splits() -> None:
 
 def test_the_readme_has_the_tables_and_the_plot_can_be_drawn(tmp_path: Path) -> None:
     folder = Path(__file__).parents[2] / "benchmarks" / "tangram"
-    models, splits = (
-        json.loads((folder / f"{name}.json").read_text()) for name in ("models", "splits")
+    models, batches, splits = (
+        json.loads((folder / f"{name}.json").read_text())
+        for name in ("models", "batches", "splits")
     )
     readme = (folder / "README.md").read_text()
     for table in all_tables():
         assert table in readme
     draw(models, splits["splits"], tmp_path / "plot.png")
+    draw_batches(batches["batches"], tmp_path / "batches.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000
+    assert (tmp_path / "batches.png").stat().st_size > 10_000
