@@ -94,6 +94,7 @@ def _join(address: _Address, token_file: _TokenFile, node_address: _NodeAddress 
 
     nodes.check_ray()
     read_token(token_file)
+    nodes.check_node_address(node_address)
     nodes.check_reachable(address)
     variables = ray_environment(token_file)
     nodes.check_token(address, variables)

@@ -70,6 +70,10 @@ def test_where_nothing_listens(token_file: str) -> None:
         (["cluster", "start", "--token-file", "TOKEN"], "no model given"),
         (["cluster", "start", "demo", "--token-file", "none"], "openssl rand -hex 32 > none"),
         (["cluster", "join", "127.0.0.1:1", "--token-file", "none"], "cannot read none"),
+        (
+            ["cluster", "join", "127.0.0.1:1", "--token-file", "TOKEN", "--node-address", "::1"],
+            "node_address is ::1, which other machines cannot reach",
+        ),
         (["cluster", "start", "demo", "--token-file", "TOKEN", "--device", "cuda:1"], "auto, cpu"),
         (
             ["serve", "demo", "--workers", "1", "--device", "cuda:1"],
@@ -83,7 +87,11 @@ def test_where_nothing_listens(token_file: str) -> None:
                 (["--node-port", "12345"], "node_port is 12345; .* none of 10001 to 19999"),
                 (["--node-port", "65536"], "node_port is 65536; it must be below 65536"),
                 (["--cluster", "127.0.0.1:1", "--node-port", "7000"], "node_port is for a node"),
-                (["--cluster", "127.0.0.1:1", "--node-address", "::1"], "node_address is for a"),
+                (["--cluster", "127.0.0.1:1", "--node-address", "::2"], "node_address is for a"),
+                *(
+                    (["--node-address", host], f"node_address is {host}, which .* cannot reach")
+                    for host in ("127.0.0.1", "localhost", "::1")
+                ),
             )
         ),
     ],

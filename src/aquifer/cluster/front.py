@@ -36,8 +36,8 @@ class ClusterOptions:
         is_local: whether the cluster is this machine alone, and listens on 127.0.0.1.
 
     Raises:
-        ConfigError: the port cannot be used; or it or the node's address are given, and no node is
-            started.
+        ConfigError: the port or the node's address cannot be used; or one of them is given, and no
+            node is started.
     """
 
     token_file: Path
@@ -53,6 +53,8 @@ class ClusterOptions:
                 f"{nodes.PROCESS_PORTS[0]} to {nodes.PROCESS_PORTS[-1]}, which are for Ray's "
                 f"processes; the default is {nodes.DEFAULT_PORT}"
             )
+        if not self.is_local:
+            nodes.check_node_address(self.node_address)
         if self.address is None:
             return
         for name, is_given in (

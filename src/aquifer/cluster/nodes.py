@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import ipaddress
 import os
 import signal
 import socket
@@ -63,6 +64,26 @@ def check_reachable(address: str) -> None:
         raise ConfigError(
             f"no cluster can be reached at {address}: {error}; check the address and the firewall"
         ) from error
+
+
+def check_node_address(host: str | None) -> None:
+    """Check that other machines could reach this one there.
+
+    Args:
+        host: address of this machine; None for the one that Ray finds.
+
+    Raises:
+        ConfigError: it is a loopback address. Ray would use another one in its place.
+    """
+    try:
+        is_loopback = host == "localhost" or ipaddress.ip_address(host or "0.0.0.0").is_loopback
+    except ValueError:  # a name
+        return
+    if is_loopback:
+        raise ConfigError(
+            f"node_address is {host}, which other machines cannot reach; give an address that they "
+            "reach, or leave it out"
+        )
 
 
 def check_token(address: str, variables: Mapping[str, str]) -> None:
