@@ -179,6 +179,7 @@ def test_a_launch_fails(
     for _ in range(num_steps):
         world.step()
     fault.in_calls = 0
+    caplog.clear()
     with caplog.at_level(logging.ERROR):
         world.step()
         world.step()
