@@ -18,6 +18,7 @@ from tests.checkpoints import tiny_llama
 from aquifer.bench import latency, offline
 from aquifer.bench.floor import Cost, Rates
 from aquifer.bench.load import made_checkpoint
+from aquifer.bench.switch import Place
 from aquifer.bench.workload import LengthRange, Workload
 from aquifer.cache import KV_CACHES
 from aquifer.cli import app
@@ -316,6 +317,14 @@ def test_load(checkpoint: Path, tmp_path: Path) -> None:
     assert len(figures["load_s"]) == 2
     with pytest.raises(ConfigError, match="needs a GPU"):
         bench(tmp_path / "x", "load", str(checkpoint), "--device", "cpu", "--from-pinned")
+
+
+def test_the_speed_of_a_switch_that_took_no_time_is_unknown() -> None:
+    """Where little is moved, the median may be below that with resident weights."""
+    place = Place("host", 1000, [], [0.3, 0.5, 0.4])
+    assert place.figures(0.2, 1e4)["moved_bytes_per_s"] == pytest.approx(5000)
+    assert place.figures(0.4, 1e4)["moved_bytes_per_s"] is None
+    assert place.figures(0.5, 1e4)["moved_bytes_per_s"] is None
 
 
 def test_switch(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

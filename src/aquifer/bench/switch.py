@@ -56,7 +56,7 @@ class Place:
         return self.name.startswith(NEIGHBOUR)
 
     def figures(self, resident_s: float, copy_bytes_per_s: float) -> dict[str, Any]:
-        """All figures.
+        """All figures. The speed is None if nothing is moved, or took no longer than resident ones.
 
         Args:
             resident_s: time to first token with all weights on the device.
@@ -69,7 +69,9 @@ class Place:
             **asdict(self),
             "summary": summary,
             "floor_s": floor_s,
-            "moved_bytes_per_s": self.moved_bytes / moved_s if self.moved_bytes else None,
+            "moved_bytes_per_s": (
+                self.moved_bytes / moved_s if self.moved_bytes and moved_s > 0 else None
+            ),
         }
 
 
