@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -70,6 +70,29 @@ def test_rows_that_candidates_do_not_settle(device: torch.device, kind: str) -> 
         forbidden[allowed] = False
         logits[:, forbidden] = -torch.inf
     batch.check(logits)
+
+
+@pytest.mark.parametrize("num_allowed", [1, 3, 400])
+def test_candidates_settle_rows_with_few_allowed_tokens(
+    device: torch.device, num_allowed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sample of such a row may have no token that is allowed, and says nothing then."""
+    left: list[int] = []
+
+    class Brackets:
+        """In place of the kernel."""
+
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *args, **options: left.extend(args[9].tolist())
+
+    vocab_size = 8200
+    batch = Batch(CUT, vocab_size, device)
+    logits = random_logits(device, len(CUT), vocab_size)
+    logits[:, torch.arange(vocab_size, device=device) % 20 > 0] = -torch.inf
+    logits[:, 20 * num_allowed :] = -torch.inf
+    monkeypatch.setattr(sampling, "bracket_kernel", Brackets())
+    batch.check(logits)
+    assert left == [0] * len(CUT)
 
 
 @pytest.mark.parametrize("kind", ["missed", "full"])

@@ -149,7 +149,7 @@ def pick_kernel(
                 candidates_from = _nth_largest(values, wanted)
                 candidates_from = tl.where(vocab_size <= limit, float("-inf"), candidates_from)
                 tl.store(threshold + row, candidates_from)
-                has_candidates = (values >= candidates_from) & (index < end)
+                has_candidates = (values >= candidates_from) & (values > float("-inf"))
                 ones = has_candidates.to(tl.int32)
                 place = row * end + tl.cumsum(ones, axis=0) - 1
                 tl.store(chosen + place, index, mask=has_candidates)

@@ -55,7 +55,8 @@ def gather_kernel(
                 ids, logits + row * logits_stride, vocab_size, slot,
                 floats, ints, num_slots, counts, in_prompt, greedy_below, False, True,
             )  # fmt: skip
-            is_candidate = (scores >= tl.load(threshold + row)) & (ids < vocab_size)
+            # Without those that are forbidden, or beyond the vocabulary.
+            is_candidate = (scores >= tl.load(threshold + row)) & (scores > float("-inf"))
             append(
                 is_candidate, scores, ids, lengths + 2 * row,
                 list_scores + 2 * row * capacity, list_ids + 2 * row * capacity, limit,
@@ -131,8 +132,10 @@ def settle_kernel(
             logits, vocab_size, slot, floats, ints, num_slots, counts, in_prompt, greedy_below,
             block, unit, True, False,
         )  # fmt: skip
-        # Whether the candidates include all tokens of min-p, or of top-k, or enough for top-p.
-        is_enough = (tl.exp(tl.load(threshold + row) - top) < m) | ((k > 0) & (k <= count))
+        # Whether the candidates include all tokens of min-p, or of top-k, or enough for top-p; or
+        # all that are not forbidden.
+        least = tl.load(threshold + row)
+        is_enough = (tl.exp(least - top) < m) | ((k > 0) & (k <= count)) | (least == float("-inf"))
         is_enough = (is_enough | (of_all & (head.to(tl.float64) >= p * whole))) & (count <= limit)
         if is_enough:
             key = draw(
