@@ -471,6 +471,21 @@ def test_ids_are_valid_whatever_the_logits(device: torch.device) -> None:
         ids, _ = route(logits, 6, options)
         assert int(ids.min()) >= 0
         assert int(ids.max()) < 20
+        assert all(len(set(row)) == 6 for row in ids.tolist())
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_experts_of_infinite_logits_are_chosen_once(device: torch.device, name: str) -> None:
+    """With fewer others than a token has experts; those have no weight."""
+    logits = torch.full((3, 12), -torch.inf, device=device)
+    logits[0, 0] = 2.0
+    logits[1, 7:9] = torch.tensor([1.0, 3.0], device=device)
+    logits[2, 4:7] = 1.0
+    ids, weights = route(logits, 5, ROUTINGS[name])
+    expected_ids, expected_weights = route_reference(logits, 5, ROUTINGS[name])
+    assert torch.equal(ids, expected_ids)
+    assert all(len(set(row)) == 5 for row in ids.tolist())
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-6, atol=0)
 
 
 def tile_cases() -> list[Any]:

@@ -55,6 +55,7 @@ def has_gate(activation: Activation) -> bool:
     return activation != "relu2"
 
 
+_LEAST_KEY = -1e38  # of an expert, by which it is chosen: the sum of two is finite
 _MIN_SUM = 1e-20  # added to the sum of the weights before a division, as in DeepSeek-V3
 
 _SEARCH_ELEMENTS = 4096  # of a comparison of all pairs with a tile's places, in registers
@@ -168,7 +169,8 @@ def route(
         group_pow2=group_pow2, top_groups=options.top_groups, top_k=top_k, top_k_pow2=pow2(top_k),
         scoring=options.scoring, group_score=options.group_score, normalise=options.normalise,
         by_logits=_chooses_by_logits(options, bias), rounds_weights=options.rounds_weights,
-        min_sum=_MIN_SUM, has_bias=bias is not None, has_lengths=lengths is not None,
+        least_key=_LEAST_KEY, min_sum=_MIN_SUM, has_bias=bias is not None,
+        has_lengths=lengths is not None,
         num_warps=1 if groups_pow2 * group_pow2 <= 512 else 4, **launch_options(logits.device),
     )  # fmt: skip
     return ids, weights
@@ -191,6 +193,7 @@ def route_reference(
     key = wide if _chooses_by_logits(options, bias) else scores
     if bias is not None:
         key = key + bias
+    key = key.clamp(min=_LEAST_KEY)
     if options.num_groups > 1:
         grouped = key.unflatten(1, (options.num_groups, -1))
         if options.group_score == "max":
@@ -627,6 +630,7 @@ def _route_kernel(
     normalise: constexpr,
     by_logits: constexpr,
     rounds_weights: constexpr,
+    least_key: constexpr,
     min_sum: constexpr,
     has_bias: constexpr,
     has_lengths: constexpr,
@@ -652,7 +656,8 @@ def _route_kernel(
     key = wide if by_logits else scores
     if has_bias:
         key += tl.load(bias + expert, mask=inside, other=0.0)
-    key = tl.where(inside, key, float("-inf"))
+    # What is taken, closed or no expert has less, also where logits are infinite or no numbers.
+    key = tl.where(inside, tl.maximum(key, least_key), float("-inf"))
     if num_groups > 1:
         grouped = tl.reshape(key, [groups_pow2, group_pow2])
         group_scores = tl.max(grouped, axis=1)
@@ -688,8 +693,6 @@ def _route_kernel(
     chosen *= scale
     if rounds_weights:
         chosen = chosen.to(logits.dtype.element_ty).to(tl.float32)
-    # Where logits are not numbers, the best place may be one that no expert has.
-    ids = tl.minimum(ids, num_groups * group_size - 1)
     if has_lengths:
         ids = tl.where(tl.load(lengths + token) == 0, -1, ids)
     tl.store(expert_ids + token * top_k + choice, ids, mask=is_choice)
