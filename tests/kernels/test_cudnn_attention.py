@@ -75,6 +75,8 @@ def shapes(monkeypatch: pytest.MonkeyPatch) -> list[Shape]:
         (16_384, 2049, 16_384),
         (6144, 2049, 6144),
         (6144, 300, 0),
+        (16_384, 511, 0),  # no piece is so short
+        (8192, 1, 0),
     ],
 )
 def test_keys_that_cudnn_takes(start: int, count: int, keys: int) -> None:

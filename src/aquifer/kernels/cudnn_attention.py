@@ -95,7 +95,7 @@ def keys_of(start: int, count: int, counts: Container[int] | None = None) -> int
 def _prefix_keys(start: int, count: int) -> int:
     """Keys of the prefix that are in whole parts, if cuDNN is faster for these."""
     pieces = row_pieces(count)
-    if start == 0 or count < _LEAST_USE * sum(rows for _, rows in pieces):
+    if start == 0 or not pieces or count < _LEAST_USE * sum(rows for _, rows in pieces):
         return 0
     largest = max(CALL_KEYS)
     if any(rows == largest for _, rows in pieces):
