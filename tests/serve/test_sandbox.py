@@ -6,11 +6,12 @@ import asyncio
 import os
 import signal
 from inspect import signature
+from pathlib import Path
 
 import pytest
 from tests.serve.running import eventually, is_running
 
-from aquifer.errors import RequestError
+from aquifer.errors import LimitError, RequestError
 from aquifer.serve.sandbox import Sandbox
 from aquifer.text.chat_template import RENDERER, ChatTemplate
 
@@ -60,6 +61,36 @@ def test_a_worker_that_was_killed_is_started_again() -> None:
             os.kill(worker, signal.SIGKILL)
             eventually(lambda: not is_running(worker), "it has ended")
             assert await sandbox.run("a number", None, os.getpid) != worker
+        finally:
+            sandbox.close()
+
+    asyncio.run(run())
+
+
+def _kill_itself(counted: Path, times: int) -> int:
+    """Kill the process so many times; then return how often this was called."""
+    calls = counted.stat().st_size + 1 if counted.exists() else 1
+    counted.write_bytes(b"x" * calls)
+    if calls <= times:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return calls
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_job_whose_worker_is_killed_runs_once_more(tmp_path: Path, times: int) -> None:
+    """If that kills the second worker too, the job is at fault."""
+
+    async def run() -> None:
+        sandbox = Sandbox([])
+        counted = tmp_path / "calls"
+        try:
+            if times == 1:
+                assert await sandbox.run("a job", None, _kill_itself, counted, times) == 2
+            else:
+                with pytest.raises(LimitError, match="a job takes too much memory"):
+                    await sandbox.run("a job", None, _kill_itself, counted, times)
+                assert counted.stat().st_size == 2
+            assert await sandbox.run("a number", None, int, "3") == 3
         finally:
             sandbox.close()
 

@@ -25,15 +25,21 @@ _LARGE_RESIDENT_BYTES = 512 << 20
 """A worker that has grown to this size ends after its job, and its memory is free."""
 _MAX_MESSAGE_CHARS = 1000
 _START_S = 60.0  # for a new worker to import what it needs, beside busy processes
+_EXIT_S = 1.0  # for a worker that ends by itself
 
 T = TypeVar("T")
+
+
+class _WorkerKilledError(LimitError):
+    """The worker was killed. If the job has no part in that, another worker can do it."""
 
 
 class Sandbox:
     """Runs functions one after another in a worker process, within limits of time and memory.
 
     The worker is started by `start` or for the first function, and again after one that exceeded a
-    limit, or if it was killed. Only the function that exceeded it fails.
+    limit, or if it was killed. Only the function that exceeded it fails: one whose worker is killed
+    runs once more in the next worker, as that need not be its fault.
 
     Args:
         modules: what the functions need; the worker imports them before its first job.
@@ -61,6 +67,7 @@ class Sandbox:
         self._places = threading.BoundedSemaphore(max_waiting)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="aquifer-sandbox")
         self._worker: tuple[multiprocessing.process.BaseProcess, Connection] | None = None
+        self._is_closed = False
 
     def start(self) -> None:
         """Begin to start the worker, if there is none."""
@@ -91,6 +98,7 @@ class Sandbox:
 
     def close(self) -> None:
         """End the worker, whatever it does."""
+        self._is_closed = True
         worker = self._worker
         if worker is not None:
             worker[0].kill()
@@ -103,7 +111,17 @@ class Sandbox:
         """Have the worker do it; in the sandbox's thread."""
         if self._worker is not None and not self._worker[0].is_alive():
             self._end_worker()  # killed between two jobs, which is no fault of this one
-        _, connection = self._worker or self._start_worker()
+        try:
+            return self._run_once(what, param, function, args)
+        except _WorkerKilledError:
+            if self._is_closed:
+                raise
+            return self._run_once(what, param, function, args)
+
+    def _run_once(
+        self, what: str, param: str | None, function: Callable[..., T], args: tuple[object, ...]
+    ) -> T:
+        process, connection = self._worker or self._start_worker()
         try:
             connection.send_bytes(pickle.dumps((what, param, function, args)))
             if not connection.poll(self._max_s):
@@ -112,8 +130,11 @@ class Sandbox:
                 )
             is_error, answer, is_last = pickle.loads(connection.recv_bytes())
         except (EOFError, OSError):
+            process.join(_EXIT_S)
+            was_killed = process.exitcode == -signal.SIGKILL  # by the kernel, perhaps
             self._end_worker()
-            raise LimitError(f"{what} takes too much memory; send less at a time", param) from None
+            error = _WorkerKilledError if was_killed else LimitError
+            raise error(f"{what} takes too much memory; send less at a time", param) from None
         except LimitError:
             self._end_worker()
             raise
