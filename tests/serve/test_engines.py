@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -74,14 +75,18 @@ class Link:
         self.refuses: str | None = None
         self.answers_pins = True
         self.answers_managing = True
+        self.dies_registering = False
         self.sent: list[ToEngine] = []
         self._fails = fails
-        self._is_gone = False
+        self.is_gone = False
         self.is_started = False
+        self.may_start = threading.Event()
+        self.may_start.set()
 
     def start(
         self, loop: asyncio.AbstractEventLoop, handle: Callable[[FromEngine | None], None]
     ) -> None:
+        self.may_start.wait()
         self._loop, self._handle = loop, handle
         self.is_started = True
         if self._fails is not None:
@@ -113,12 +118,14 @@ class Link:
         self.step(others=[(number, TokenOutput(request_id, [8], finish_reason="length"))])
 
     def send(self, message: ToEngine) -> None:
-        if self._is_gone:
+        if self.is_gone:
             return
         self.sent.append(message)
         match message:
             case Ping():
                 self.say(Pong())
+            case Register() if self.dies_registering:
+                self.kill()
             case Register(model):
                 known = model.name == self.refuses
                 error = RequestError("cannot be read", param="model")
@@ -139,12 +146,13 @@ class Link:
         return [message.request.request_id for message in self.of(Add)]
 
     def kill(self) -> None:
-        if not self._is_gone:
-            self._is_gone = True
+        assert self.is_started
+        if not self.is_gone:
+            self.is_gone = True
             self.say(None)
 
     def join(self) -> None:
-        """There is no process."""
+        assert self.is_started
 
 
 class Server:
@@ -158,12 +166,15 @@ class Server:
         self.ended: list[int] = []
         self.refused: dict[int, str] = {}
         self.fails: str | None = None
+        self.new_may_start = True
 
     async def add(self, name: str, *, insists: bool = True, ready: bool = True) -> Link:
         """Add an engine."""
 
         def new_link(config: EngineConfig) -> Link:
             link = Link(config, self.fails)
+            if not self.new_may_start:
+                link.may_start.clear()
             self.links.setdefault(name, []).append(link)
             return link
 
@@ -476,6 +487,50 @@ def test_a_model_that_one_device_refuses_is_registered_on_none() -> None:
         first.kill()
         again = await server.again("a")
         assert again.names == ["m"]
+
+    run(test())
+
+
+def test_a_process_that_dies_while_a_model_is_registered() -> None:
+    """The model is not registered, and the error says why."""
+
+    async def test() -> None:
+        server = Server("m")
+        first = await server.add("")
+        first.dies_registering = True
+        with pytest.raises(UnavailableError, match="process died and is being started again"):
+            await server.engines.register(spec("new"))
+        again = await server.again("")
+        again.ready()
+        await settle()
+        assert not again.of(Register)
+        # It may have been started just before the model was taken back.
+        assert again.names == ["m", *(message.model for message in again.of(Remove))]
+        assert server.engines.serving == [""]
+
+    run(test())
+
+
+def test_a_process_that_is_being_started_when_the_server_stops() -> None:
+    """It is killed once it can be: a process that is not started yet cannot be."""
+
+    async def test() -> None:
+        server = Server("m")
+        first = await server.add("")
+        server.new_may_start = False
+        first.kill()
+        await until(lambda: len(server.links[""]) == 2)
+        second = server.links[""][1]
+        await settle()
+        server.engines.refuse()
+        stopping = asyncio.create_task(server.engines.stop())
+        await settle()
+        try:
+            assert not stopping.done()
+        finally:
+            second.may_start.set()
+        await stopping
+        assert second.is_gone
 
     run(test())
 

@@ -411,8 +411,9 @@ class Engines:
         errors = [answer for answer in answers if isinstance(answer, BaseException)]
         if infos and not errors:
             return infos[0]
+        reason = self.availability.reason or UnavailableError(_NO_ENGINE, RETRY_S)
         await self.remove_model(spec.name)
-        raise errors[0] if errors else UnavailableError(_NO_ENGINE, RETRY_S)
+        raise errors[0] if errors else reason
 
     async def remove_model(self, model: str) -> None:
         """Remove a model from all devices, also from those that do not serve now.

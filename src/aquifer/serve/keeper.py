@@ -109,6 +109,7 @@ class EngineKeeper:
         self.report: DeviceReport | None = None
         self._progress: LoadProgress | None = None
         self._restarting: asyncio.Task[None] | None = None
+        self._starting: asyncio.Task[None] | None = None  # a process, in another thread
         self._beating: asyncio.Task[None] | None = None
         self.held = Held()
         self._has_refused = False  # the engine process could not start, and ends by itself
@@ -257,18 +258,14 @@ class EngineKeeper:
     async def remove(self, model: str) -> None:
         """Remove a model; its requests end with an error."""
         serves = self._state is _State.SERVING and model not in self._supervisor.out_of_service
-        self._forget(model)
-        if serves:
-            with suppress(EngineError):  # it died, and the next one starts without the model
-                await self._ask(Remove(model), timeout_s=None)
-
-    def _forget(self, model: str) -> None:
-        """Have an engine process that is started later do without a model."""
         self._supervisor.remove(model)
         left = tuple(spec for spec in self._config.models if spec.name != model)
         self._config = replace(self._config, models=left)
         self.held.forget(model)
         self._listener.changed()
+        if serves:
+            with suppress(EngineError):  # it died, and the next one starts without the model
+                await self._ask(Remove(model), timeout_s=None)
 
     def kill(self) -> None:
         """Kill the engine process at once."""
@@ -288,6 +285,8 @@ class EngineKeeper:
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
+        if self._starting is not None:
+            await self._starting  # what is not started yet cannot be killed
         if self._state_before is _State.NEW:
             return
         if self._state_before is _State.SERVING:
@@ -446,4 +445,5 @@ class EngineKeeper:
         await asyncio.sleep(pause_s)
         config = replace(self._config, models=self._supervisor.models)
         self._link = link = self._new_link(config)
-        await asyncio.to_thread(link.start, self._loop, partial(self._handle, link))
+        starting = asyncio.to_thread(link.start, self._loop, partial(self._handle, link))
+        self._starting = self._loop.create_task(starting)
