@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -11,11 +12,19 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+from starlette.requests import Request
 from tests.checkpoints import tiny_llama
 from tests.serve.running import RunningServer, eventually, running
+
+from aquifer.config import EngineConfig
+from aquifer.errors import EngineError
+from aquifer.serve.endpoints import models
+from aquifer.serve.link import EngineProcess
 
 COMPLETIONS = "/v1/completions"
 OPTIONS = ["--port", "0", "--page-size", "4K", "--max-model-len", "256", "--memory", "64M"]
@@ -248,3 +257,22 @@ def test_a_body_is_checked(server: RunningServer):
     for body in ({}, {"model": 3}, {"model": "b=x", "load": True}):
         status, answer, _ = server.call("POST", "/models", body)
         assert status == 400, json.dumps(answer)
+
+
+def test_an_engine_that_dies_once_a_model_is_registered() -> None:
+    """The client reads that it is, since to repeat the request would be refused."""
+    backend = mock.AsyncMock()
+    backend.register.return_value = "b"
+    backend.memory.side_effect = EngineError("the engine process died")
+    service = SimpleNamespace(may_change_models=True, backend=backend)
+    request = Request({"type": "http", "headers": []})
+    with pytest.raises(EngineError, match="'b' is registered; its state is not known: the engine"):
+        asyncio.run(models.add(request, SimpleNamespace(model="path"), service))  # type: ignore[arg-type]
+
+
+def test_a_process_that_was_not_started_can_be_killed() -> None:
+    """As when a second signal comes while the process is being made."""
+    connection = mock.Mock()
+    process = EngineProcess(connection, EngineConfig(()), mock.Mock(), "info", reports=False)
+    process.kill()
+    assert process.exit_code is None

@@ -112,8 +112,9 @@ class EngineProcess:
         return self._process.exitcode
 
     def kill(self) -> None:
-        """Kill the process at once."""
-        self._process.kill()
+        """Kill the process at once, if it was started."""
+        if self._process.pid is not None:
+            self._process.kill()
 
     def join(self) -> None:
         """Wait until the process has exited; it is killed if it takes long."""

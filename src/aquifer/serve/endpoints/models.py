@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_args
 from fastapi import Request, Response
 
 from aquifer.engine.reports import MemoryReport, ModelMemory, ModelState
-from aquifer.errors import RequestError
+from aquifer.errors import EngineError, RequestError
 from aquifer.serve.http import error_response, json_response
 from aquifer.serve.messages import ModelVerb
 from aquifer.serve.protocol.requests import ModelRequest
@@ -39,7 +39,13 @@ async def add(
     if not service.may_change_models:
         return error_response(403, _NOT_HERE)
     name = await service.backend.register(body.model)
-    return model_dict(name, await service.backend.memory(), service.model(name).info)
+    try:
+        report = await service.backend.memory()
+    except EngineError as error:
+        raise EngineError(
+            f"model {name!r} is registered; its state is not known: {error}"
+        ) from error
+    return model_dict(name, report, service.model(name).info)
 
 
 async def remove(request: Request, model_id: str, service: Served) -> Response:
