@@ -166,10 +166,11 @@ def by_batch(setting: Setting, of: Sequence[TraceRequest], num_batches: int) -> 
         )
         row: dict[str, Any] = {"reserved_gb": reserved_bytes / 1e9}
         share = 1 - reserved_bytes / setting.memory_bytes
+        known = modes(link_bandwidth)
         compared = {
-            "tensor": LoadingConfig(link_bandwidth),
+            "tensor": known["tensor"],
             "reserved": LoadingConfig(link_bandwidth, weight_share=share),
-            "whole, not kept": modes(link_bandwidth)["whole, not kept"],
+            "whole, not kept": known["whole, not kept"],
         }
         for level, locality in LOCALITIES.items():
             requests = workload.requests(locality)

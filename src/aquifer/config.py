@@ -240,8 +240,7 @@ class EngineConfig:
         if len(set(names)) < len(names):
             raise ConfigError(f"two models have the same name in {', '.join(names)}")
         check_fields(self)
-        if self.preemption_mode == "swap" and self.swap_space_bytes == 0:
-            raise ConfigError("preemption_mode swap needs swap_space above 0, such as 4GiB")
+        check_preemption(self.preemption_mode, self.swap_space_bytes)
         if self.prediction_uses and self.length_prediction == "off":
             raise ConfigError("prediction_uses needs length_prediction, such as prior")
         if self.kv_cache != "bucketed":
@@ -304,6 +303,16 @@ class EngineConfig:
             raise ConfigError(
                 "host_cache keeps weights of one device; with tensor_parallel_size leave it out"
             )
+
+
+def check_preemption(mode: str, swap_space_bytes: int) -> None:
+    """Check that preempted requests can be restored in the way that is asked for.
+
+    Raises:
+        ConfigError: they are to be swapped, and there is no memory for them.
+    """
+    if mode == "swap" and swap_space_bytes == 0:
+        raise ConfigError("preemption_mode swap needs swap_space above 0, such as 4GiB")
 
 
 def check_fields(config: Any) -> None:

@@ -11,6 +11,7 @@ from aquifer.cache.base import CacheFactory
 from aquifer.cache.bucketed import BucketedCache
 from aquifer.cache.buckets import BucketBounds
 from aquifer.cache.slot_pages import MappingOptions
+from aquifer.config import check_preemption
 from aquifer.engine.params import MAX_SEQUENCES
 from aquifer.engine.policies import RestoreMode
 from aquifer.errors import ConfigError
@@ -164,8 +165,7 @@ class ReplayConfig:
             raise ConfigError(
                 f"{self.manager} reserves its memory for good, so no weights can come and go"
             )
-        if self.preemption_mode == "swap" and self.swap_space_bytes == 0:
-            raise ConfigError("preemption_mode swap needs swap_space above 0, such as 4GiB")
+        check_preemption(self.preemption_mode, self.swap_space_bytes)
         if self.beam_width and self.num_samples > 1:
             raise ConfigError("give one of --num-samples and --beam-width")
         if self.num_sequences > min(self.max_num_seqs, MAX_SEQUENCES):
