@@ -36,9 +36,12 @@ class TokenChoice:
     def mode(self, mode: SamplingMode, *, needs_logits: bool) -> SamplingMode:
         """The least mode that does for these rows.
 
+        Ranks sample from joined logits in full or penalized mode alone, so that they need compile
+        no other kernels for that.
+
         Args:
             mode: what sampling needs.
-            needs_logits: whether `choose` has to return the logits.
+            needs_logits: whether `choose` has to return the logits, or `sample` is given them.
         """
         if needs_logits and self._collectives.size > 1:
             return max(mode, SamplingMode.FULL)

@@ -391,7 +391,8 @@ class Runner:
         raw = scores.logits[rows]  # [e, vocab], a copy, as the model gave them
         logits = sampler.changed_logits(raw, host_slots, host_num_tokens)
         tokens = torch.empty_like(rows)
-        self._choice.sample(logits, slots, num_tokens, tokens, sampler.mode(host_slots))
+        mode = self._choice.mode(sampler.mode(host_slots), needs_logits=True)
+        self._choice.sample(logits, slots, num_tokens, tokens, mode)
         scores.out[rows] = tokens
         self._columns.last_token[slots] = tokens
         num_logprobs = sampler.num_logprobs(host_slots)
