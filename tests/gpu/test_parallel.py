@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from tests.architectures import HYBRIDS, OUR_DECODER, VOCAB_SIZE, save_tiny
+from tests.gpu.test_engine import SEED, open_llm
+from tests.gpu.test_sampling import METHODS, MIXTURES, OPTIONS, sampled
 
 from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.engine import Engine
@@ -58,6 +60,19 @@ def test_tokens_of_two_gpus_equal_those_of_one(name: str, kv_cache: str, tmp_pat
                     )
                 ]
             )
+    assert found[0] == found[1]
+
+
+def test_sampling_of_two_gpus_equals_that_of_one(tmp_path: Path) -> None:
+    """By temperature alone from each rank's logits, all else from joined ones; captured or not."""
+    save_tiny(OUR_DECODER["llama"](), tmp_path, SEED)
+    found = []
+    for size in (1, 2):
+        with open_llm(tmp_path, dtype="float32", tensor_parallel_size=size, **OPTIONS) as llm:
+            # Also those that the host does not change, which are sampled in captured steps.
+            mixtures = [*MIXTURES.values(), *([f"{name}-0"] * 5 for name in METHODS)]
+            found.append([sampled(llm, names) for names in mixtures])
+            assert llm.engine.stats().num_late_compilations == 0
     assert found[0] == found[1]
 
 
