@@ -22,6 +22,9 @@ PARAMS = (
     SamplingParams(temperature=0.8, frequency_penalty=0.5, max_tokens=5, ignore_eos=True),
     SamplingParams(temperature=0, logprobs=2, max_tokens=6, ignore_eos=True),
     SamplingParams(temperature=0, prompt_logprobs=1, max_tokens=3, ignore_eos=True),
+    SamplingParams(temperature=0, logit_bias={3: 2.0}, max_tokens=4, ignore_eos=True),
+    SamplingParams(allowed_token_ids=[7, 8, 9], logit_bias={8: 1.0}, max_tokens=4, ignore_eos=True),
+    SamplingParams(top_k=20, min_tokens=4, max_tokens=6, presence_penalty=0.5),
 )
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -46,29 +47,47 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-@pytest.fixture
-def engine(folders: dict[str, Path]) -> Iterator[Engine]:
-    config = EngineConfig(
+def config_of(folders: dict[str, Path], **options: Any) -> EngineConfig:
+    return EngineConfig(
         tuple(ModelSpec(name, folder) for name, folder in folders.items()),
         device="cuda",
-        dtype="bfloat16",
         memory_bytes=8 << 30,
         max_model_len=CONTEXT,
-        max_num_seqs=8,
         host_cache_bytes=1 << 30,
         enable_prefix_caching=False,
+        **options,
     )
+
+
+@pytest.fixture
+def engine(folders: dict[str, Path]) -> Iterator[Engine]:
+    config = config_of(folders, dtype="bfloat16", max_num_seqs=8)
     with closing(Engine.open(config)) as engine:
         yield engine
 
 
-def answers(engine: Engine, model: str) -> list[list[int]]:
-    """Greedy tokens of four prompts that run together: captured steps decode them."""
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+METHODS: list[dict[str, Any]] = [
+    {},
+    {"top_k": 40, "top_p": 0.9, "min_p": 0.01},
+    {"repetition_penalty": 1.2, "presence_penalty": 0.5},
+    {"temperature": 0, "logit_bias": {5: 3.0}},
+    {"allowed_token_ids": list(range(0, VOCAB_SIZE, 3))},
+]
+
+
+def answers(
+    engine: Engine,
+    model: str,
+    lengths: Sequence[int] = (20, 21, 22, 23),
+    params: Sequence[SamplingParams] = (GREEDY,),
+) -> list[list[int]]:
+    """Tokens of prompts that run together, with `params` in turn: captured steps decode them."""
     random, tokens = Random(3), {}
-    for number in range(4):
-        prompt = [random.randrange(VOCAB_SIZE) for _ in range(20 + number)]
-        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-        engine.add(Request(str(number), model, prompt, params, time.monotonic()))
+    for number, length in enumerate(lengths):
+        prompt = [random.randrange(VOCAB_SIZE) for _ in range(length)]
+        each = params[number % len(params)]
+        engine.add(Request(str(number), model, prompt, each, time.monotonic()))
         tokens[str(number)] = list[int]()
     while engine.has_work:
         for output in engine.step():
@@ -97,6 +116,25 @@ def test_weights_come_back_from_host_memory(engine: Engine, folders: dict[str, P
             assert answers(engine, each) == expected[each]
         engine.pool.check()
     assert engine.stats().num_late_compilations == 0
+
+
+def test_many_sampled_requests_after_weights_came_back(folders: dict[str, Path]) -> None:
+    """Their prompts are longer than a chunk. In float32, as steps may differ in what runs."""
+    lengths = [70 + number * 37 % 150 for number in range(24)]
+    params = [SamplingParams(seed=9, max_tokens=24, ignore_eos=True, **each) for each in METHODS]
+    two = {name: folders[name] for name in ("base", "other")}  # which share nothing
+    config = config_of(two, dtype="float32", max_num_seqs=24, max_num_batched_tokens=64)
+    with closing(Engine.open(config)) as engine:
+        wait_until_saved(engine)
+        expected = {name: answers(engine, name, lengths, params) for name in two}
+        assert expected["base"] != expected["other"]
+        for kept in (0.0, 0.5):
+            for name in two:
+                engine.unload_model(name, int(kept * engine.models[name].weight_bytes))
+            for name in two:
+                assert answers(engine, name, lengths, params) == expected[name]
+        engine.pool.check()
+        assert engine.stats().num_late_compilations == 0
 
 
 def test_fine_tunes_share_pages(engine: Engine):
