@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,12 @@ def tokens_of(deltas: list[Delta]) -> list[int]:
 
 def stream(llm: LLM, case: Case) -> Any:
     return llm.stream({"prompt_token_ids": case.prompt}, case.params)
+
+
+def num_page_files() -> int:
+    """Files of the host driver's pages that this process has open."""
+    links = (os.path.realpath(link) for link in Path("/proc/self/fd").iterdir())
+    return sum("memfd:aquifer" in link for link in links)
 
 
 def generate(llm: LLM, cases: list[Case]) -> list[list[int]]:
@@ -234,6 +242,22 @@ def test_what_is_closed_says_so(folder: Path) -> None:
         llm.generate([[1, 2]])
     with pytest.raises(EngineError, match="this LLM is closed"):
         next(llm.stream([1, 2]))
+
+
+def test_what_is_dropped_releases_its_memory(folder: Path) -> None:
+    num_before = num_page_files()
+    llm = LLM(folder, memory="4MiB", page_size="4KiB")
+    llm.generate([[1, 2]], use_tqdm=False)
+    assert num_page_files() > num_before
+    del llm
+    gc.collect()
+    assert num_page_files() == num_before
+
+
+def test_closing_twice_does_no_harm(folder: Path) -> None:
+    with LLM(folder, memory="4MiB", page_size="4KiB") as llm:
+        llm.close()
+    llm.close()
 
 
 def test_a_request_without_a_reader_is_ended(llm: LLM) -> None:

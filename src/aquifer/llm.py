@@ -7,6 +7,7 @@ import itertools
 import os
 import textwrap
 import time
+import weakref
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from aquifer.engine.reports import MemoryReport
 from aquifer.errors import EngineError, RequestError
 from aquifer.garbage import old_objects_left_out
 from aquifer.hub import locate
+from aquifer.memory.driver import current_device_kept
 from aquifer.options import options_of
 from aquifer.progress import LoadingBar, counting_bar
 from aquifer.prompts import Messages, Prompt, check_prompt, is_one_conversation, is_one_prompt
@@ -154,6 +156,9 @@ class LLM:
         self._ids = itertools.count()
         self._inboxes: dict[str, _Inbox] = {}  # by request; several may have the same one
         self._closed = False
+        # Not at the end of the process, which releases everything anyway.
+        self._close_engine = weakref.finalize(self, _close, self.engine)
+        self._close_engine.atexit = False
 
     def __enter__(self) -> LLM:
         return self
@@ -293,9 +298,12 @@ class LLM:
         return self.engine.memory()
 
     def close(self) -> None:
-        """Release all memory. The object must not be used afterwards."""
+        """Release all memory, as happens too when nothing refers to the object any more.
+
+        The object must not be used afterwards.
+        """
         self._closed = True
-        self.engine.close()
+        self._close_engine()
 
     def _complete(
         self,
@@ -414,6 +422,12 @@ class LLM:
                 "this checkpoint has no tokenizer.json, so it takes token ids only", param=param
             )
         return self.tokenizer
+
+
+def _close(engine: Engine) -> None:
+    """Close an engine, perhaps while another one is at work: its device stays the current one."""
+    with current_device_kept():
+        engine.close()
 
 
 LLM.__doc__ = (LLM.__doc__ or "").replace(

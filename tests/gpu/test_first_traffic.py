@@ -41,7 +41,13 @@ def test_nothing_is_compiled_under_traffic(
     config = ARCHITECTURES[architecture]()
     config.max_position_embeddings = 6000
     save_tiny(config, tmp_path)
-    llm = LLM(
+    generator = torch.Generator().manual_seed(0)
+
+    def prompts(*lengths: int) -> list[list[int]]:
+        return [torch.randint(199, (n,), generator=generator).tolist() for n in lengths]
+
+    lengths = torch.randint(1, 700, (60,), generator=generator).tolist()
+    with LLM(
         tmp_path,
         device="cuda",
         memory="16GiB",
@@ -49,22 +55,16 @@ def test_nothing_is_compiled_under_traffic(
         dtype=dtype,
         max_num_batched_tokens=4096,
         max_num_seqs=40,
-    )
-    generator = torch.Generator().manual_seed(0)
-
-    def prompts(*lengths: int) -> list[list[int]]:
-        return [torch.randint(199, (n,), generator=generator).tolist() for n in lengths]
-
-    lengths = torch.randint(1, 700, (60,), generator=generator).tolist()
-    for params in PARAMS:
-        llm.generate(prompts(*lengths[:20]), params, use_tqdm=False)
-        llm.generate(prompts(1), params, use_tqdm=False)
-    mixed = [PARAMS[i % len(PARAMS)] for i in range(len(lengths))]
-    llm.generate(prompts(*lengths), mixed, use_tqdm=False)
-    # Round prompts, long ones, and the same again from the prefix cache.
-    again = prompts(2048, 2048, 4096, 512, 1024, 5000, 5500)
-    for _ in range(2):
-        llm.generate(again, PARAMS[0], use_tqdm=False)
-    assert llm.engine.stats().num_late_compilations == 0
-    (lane,) = llm.engine.lanes.values()
-    assert bool(lane.captured_sizes) == is_captured
+    ) as llm:
+        for params in PARAMS:
+            llm.generate(prompts(*lengths[:20]), params, use_tqdm=False)
+            llm.generate(prompts(1), params, use_tqdm=False)
+        mixed = [PARAMS[i % len(PARAMS)] for i in range(len(lengths))]
+        llm.generate(prompts(*lengths), mixed, use_tqdm=False)
+        # Round prompts, long ones, and the same again from the prefix cache.
+        again = prompts(2048, 2048, 4096, 512, 1024, 5000, 5500)
+        for _ in range(2):
+            llm.generate(again, PARAMS[0], use_tqdm=False)
+        assert llm.engine.stats().num_late_compilations == 0
+        (lane,) = llm.engine.lanes.values()
+        assert bool(lane.captured_sizes) == is_captured

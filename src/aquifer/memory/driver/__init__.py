@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from aquifer.errors import ConfigError
@@ -54,6 +56,18 @@ def make_current(device: torch.device) -> None:
         from torch import cuda
 
         cuda.set_device(device)
+
+
+@contextmanager
+def current_device_kept() -> Iterator[None]:
+    """Make the GPU that is current in the calling thread current again at the end."""
+    from torch import cuda
+
+    if cuda.is_initialized():
+        with cuda.device(cuda.current_device()):
+            yield
+    else:
+        yield
 
 
 def rank_devices(device: str, size: int) -> tuple[str, ...]:
