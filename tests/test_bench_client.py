@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from typing import Any
 
@@ -114,6 +115,27 @@ def test_requests_do_not_wait_for_each_other() -> None:
     assert len(result.streams) == len(ended) == 5
     assert result.seconds >= 0.02
     assert result.max_send_lag_s >= 0
+
+
+def test_a_request_is_sent_before_many_others_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_connecting = 0
+    connect, post_head = asyncio.BaseEventLoop.create_connection, Target.post_head
+    connecting_at_heads: list[int] = []
+
+    def counted_connect(*arguments: Any, **options: Any) -> Any:
+        nonlocal num_connecting
+        num_connecting += 1
+        return connect(*arguments, **options)
+
+    def counted_head(*arguments: Any) -> bytes:
+        connecting_at_heads.append(num_connecting)
+        return post_head(*arguments)
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "create_connection", counted_connect)
+    monkeypatch.setattr(Target, "post_head", counted_head)
+    with fake_server(Answer((THREE, usage(3), DONE))) as server:
+        assert len(run(server, 32).streams) == 32
+    assert connecting_at_heads[0] < 16
 
 
 def test_no_more_than_max_concurrency_at_once() -> None:

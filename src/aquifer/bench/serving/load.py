@@ -138,8 +138,8 @@ async def _send(target: Target, load: Load, on_end: Callable[[], None]) -> Run:
     async with asyncio.TaskGroup() as tasks:
         for body, arrival_s in zip(load.bodies, load.arrivals_s, strict=True):
             wait_s = begin_s + arrival_s - time.perf_counter()
-            if wait_s > 0:
-                await asyncio.sleep(wait_s)
+            # Even if it is late: earlier requests are sent before later ones connect.
+            await asyncio.sleep(max(wait_s, 0))
             if run.is_hopeless:
                 break
             tasks.create_task(one(body, begin_s + arrival_s))
