@@ -28,6 +28,7 @@ from aquifer.chat import converse, message, say
 from aquifer.config import BUNDLED_MODELS, EngineConfig, field_values, parse_models
 from aquifer.cpus import limit_spinning
 from aquifer.errors import AquiferError, ConfigError
+from aquifer.garbage import collect_nothing_at_exit
 from aquifer.hub import locate
 from aquifer.option import Option
 from aquifer.options import OPTIONS, options_of
@@ -84,6 +85,7 @@ app = typer.Typer(
 def main() -> NoReturn:
     """Run the command line; Aquifer's own errors print one line and exit with 2 (options) or 1."""
     limit_spinning()
+    collect_nothing_at_exit()
     try:
         app()
     except AquiferError as error:
