@@ -656,8 +656,10 @@ def _route_kernel(
     key = wide if by_logits else scores
     if has_bias:
         key += tl.load(bias + expert, mask=inside, other=0.0)
-    # What is taken, closed or no expert has less, also where logits are infinite or no numbers.
-    key = tl.where(inside, tl.maximum(key, least_key), float("-inf"))
+    # What is taken, closed or no expert has less, also where logits are infinite or NaN. Not by a
+    # maximum, which may be NaN then.
+    key = tl.where(key > least_key, key, least_key)
+    key = tl.where(inside, key, float("-inf"))
     if num_groups > 1:
         grouped = tl.reshape(key, [groups_pow2, group_pow2])
         group_scores = tl.max(grouped, axis=1)
