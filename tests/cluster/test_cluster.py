@@ -215,8 +215,9 @@ def test_a_cluster_of_four_nodes(tmp_path_factory: pytest.TempPathFactory) -> No
         wanted = ["--workers", str(NUM_WORKERS), "--memory", str(3 * weight_bytes // 2)]
         with running([*command, *wanted]) as server:
             _until_whole(server)
+            _answers(server, expected)
+            # Not before: Ray gives up a node that does not start in 30 seconds beside all of these.
             with _joining(nodes) as fifth:
-                _answers(server, expected)
                 _another_token_is_refused(nodes, folder / "another")
                 assert "new is served" in _command("add", f"new={paths[0]}", "--url", server.url)
                 _the_controller_is_killed(server, nodes, expected)
