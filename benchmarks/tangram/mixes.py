@@ -68,12 +68,15 @@ def mixed_settings() -> dict[str, tuple[Setting, float]]:
     """Where models and prefixes share a pool, with requests per second.
 
     The eight models of 1 to 19 GB have about half their size. The L40 is nearly always busy at the
-    higher rate, and two thirds of the time at the lower one.
+    higher rate, and two thirds of the time at the lower one. On the H200 little waits for memory at
+    the lower rate; at the higher one, requests of several models nearly always run.
     """
     eight = {name: MODELS[name] for name in EIGHT}
+    on_h200 = Setting(eight, DEVICES["h200"], 48 * 10**9)
     on_l40 = Setting(eight, DEVICES["l40"], 43 * 10**9)
     return {
-        "h200, 0.5/s": (Setting(eight, DEVICES["h200"], 48 * 10**9), 0.5),
+        "h200, 0.5/s": (on_h200, 0.5),
+        "h200, 1.5/s": (on_h200, 1.5),
         "l40, 0.5/s": (on_l40, 0.5),
         "l40, 0.3/s": (on_l40, 0.3),
     }

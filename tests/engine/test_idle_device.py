@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import pytest
 from tests.engine.life import Case, Open
+
+from aquifer.engine.pipeline import Pipeline
+
+_STEP_TOKENS = 127
+"""Tokens of a full step: more than enough for a device that idles, before one has been timed."""
 
 
 def prompts_until_due(open_world: Open, cases: dict[str, list[Case]], *, is_behind: bool) -> int:
     """Add requests until a step is due, without steps; returns how many there are."""
     world = open_world(
-        models={"m": "llama"}, num_ahead=int(is_behind), is_behind=is_behind, max_num_seqs=4
+        models={"m": "llama"},
+        num_ahead=int(is_behind),
+        is_behind=is_behind,
+        max_num_seqs=4,
+        max_num_batched_tokens=_STEP_TOKENS,
     )
     for number in range(1, 500):
         world.send("m", cases["llama"][0])
@@ -23,7 +33,18 @@ def prompts_until_due(open_world: Open, cases: dict[str, list[Case]], *, is_behi
 def test_a_device_that_idles_is_given_what_there_is(
     open_world: Open, cases: dict[str, list[Case]]
 ) -> None:
-    assert 1 < prompts_until_due(open_world, cases, is_behind=True) < 50
+    number = prompts_until_due(open_world, cases, is_behind=True)
+    assert number > 1
+    assert number * len(cases["llama"][0].prompt) < _STEP_TOKENS
+
+
+def test_a_device_that_works_is_given_a_full_step(
+    open_world: Open, cases: dict[str, list[Case]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Pipeline, "are_done", property(lambda _: False))
+    number = prompts_until_due(open_world, cases, is_behind=True)
+    num_tokens = len(cases["llama"][0].prompt)
+    assert (number - 1) * num_tokens < _STEP_TOKENS <= number * num_tokens
 
 
 def test_where_steps_are_waited_for_none_is_due(

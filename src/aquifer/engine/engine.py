@@ -23,6 +23,7 @@ from aquifer.engine.outputs import TokenOutput
 from aquifer.engine.params import Request, SamplingParams
 from aquifer.engine.parts import EngineParts
 from aquifer.engine.pipeline import Pipeline, require_device
+from aquifer.engine.planning import NewPrompts
 from aquifer.engine.policies import Policies
 from aquifer.engine.policies.placement import DeviceReport
 from aquifer.engine.reporting import engine_stats, memory_report
@@ -79,7 +80,7 @@ class Engine(ModelControl):
         self._reporter = DeviceReporter(self._models, assembly.room)
         self._leader = parts.leader
         self._steps = Pipeline(assembly.scheduler, self._require_devices)
-        self._new_s = 0.0  # work of the prompts that were added since the last step
+        self._new = NewPrompts()
         self._undelivered: list[TokenOutput] = []  # outputs that the next step returns
         self._asked_s = time.monotonic()
         self._late = LateCompilations()
@@ -152,10 +153,8 @@ class Engine(ModelControl):
 
     @property
     def should_step(self) -> bool:
-        """Whether a step should be launched before more requests are added: the device idles, and
-        those that were added since the last one are enough work for it."""
-        enough_s = self._scheduler.budget.enough_s
-        return enough_s is not None and self._new_s >= enough_s and self._steps.are_done
+        """Whether a step should be launched before more requests are added."""
+        return self._new.are_enough(self._scheduler.budget, lambda: self._steps.are_done)
 
     @property
     def idle_s(self) -> float | None:
@@ -209,7 +208,7 @@ class Engine(ModelControl):
             eos_ids=host.eos_ids,
         )
         self._num_arrivals += 1
-        self._new_s += host.lane.recompute_s(0, len(token_ids))
+        self._new.add(len(token_ids), host.lane.recompute_s(0, len(token_ids)))
         host.wanted(request.keep_alive_s)
         self._requests[request.request_id] = (host, group)
         self._scheduler.add(host.lane, group)
@@ -303,7 +302,7 @@ class Engine(ModelControl):
         self._models.expire()
         self._models.load_wanted(self._num_arrivals, self._preempt_all, self._end_requests)
         self._late.begin()
-        self._new_s = 0.0
+        self._new = NewPrompts()
         plan = self._scheduler.plan()
         try:
             if plan is not None:
