@@ -312,17 +312,17 @@ def draw(content: Mapping[str, Any], splits: Mapping[str, Any], file: Path) -> N
         axis.set_title(f"p99 TTFT, s, {rate} requests/s", fontsize=10)
         axis.legend(fontsize=7)
     axis = axes[1][2]
-    for colour, (setting, found) in zip(("C0", "C1", "C2"), splits.items(), strict=True):
-        rule = found["one rule"]["ttft_mean_ms"]
+    for index, (setting, found) in enumerate(splits.items()):
+        colour, rule = f"C{index}", found["one rule"]["ttft_mean_ms"]
         axis.plot(
             _SPLITS,
             [found[str(share)]["ttft_mean_ms"] for share in _SPLITS],
             "o-",
             color=colour,
-            label=f"{setting}, fixed split",
+            label=setting,
         )
-        axis.axhline(rule, color=colour, linestyle="--", label=f"{setting}, one rule")
-    axis.set(xlabel="part of the pool for weights", yscale="log")
+        axis.axhline(rule, color=colour, linestyle="--")
+    axis.set(xlabel="part of the pool for weights (dashed: one rule)", yscale="log")
     axis.set_title("mean TTFT, ms, models and prefixes", fontsize=10)
     axis.legend(fontsize=7)
     figure.tight_layout()

@@ -18,7 +18,7 @@ from aquifer.cache.tensors import KVTensors
 from aquifer.errors import InvariantError
 from aquifer.memory.pages import Page
 from aquifer.memory.range import VirtualRange
-from aquifer.memory.runs import are_equal, join, num_equal
+from aquifer.memory.runs import join, runs
 
 
 class SharedRun(NamedTuple):
@@ -203,24 +203,22 @@ def runs_of(
     shared: list[SharedRun] = []
     copied = []
     run: list[Page] = []
-    place = begin
-    end = begin + len(blocks)
-    while place < end:
-        block = blocks[place - begin]
-        page = range_.page_of(block)
-        offset, size = block - page, range_.num_places(page)
-        stop = place + 1
-        if size > 1:
-            units = range(block, block + min(end - place, size - offset))
-            there = blocks[place - begin : place - begin + len(units)]
-            stop = place + (len(units) if are_equal(there, units) else num_equal(there, units))
-        if stop - place == size and stop <= num_whole:
-            if not run:
+    for first, last in runs(blocks):
+        at, page = first, range_.page_of(blocks[first])
+        offset = blocks[first] - page
+        while at < last:
+            size = range_.num_places(page)
+            place = begin + at
+            at = min(at + size - offset, last)
+            stop = begin + at
+            if stop - place == size and stop <= num_whole:
+                if not run:
+                    run = []
+                    shared.append(SharedRun(place, run))
+                run.append(page)
+            else:
                 run = []
-                shared.append(SharedRun(place, run))
-            run.append(page)
-        else:
-            run = []
-            copied.append(CopiedRun(place, stop, page, offset))
-        place = stop
+                copied.append(CopiedRun(place, stop, page, offset))
+            # A number behind the last unit of a page is that of another page.
+            page, offset = Page(page + size), 0
     return shared, copied
