@@ -3,8 +3,9 @@
 A slot's pages are [first, end) of its places. They come in three ways:
 
 - In large pages, of several units, as far as a prompt fills them: mapping costs by the page,
-  whatever its size, and the length of a prompt is known when it begins. A large page begins at a
-  multiple of its size in the slot.
+  whatever its size, and the length of a prompt is known when it begins. Their sizes are halves of
+  each other, and a large page begins at a multiple of its size in the slot, so that what a prompt
+  fills takes few pages, whatever its length: 29 units are pages of 16, 8, 4 and 1.
 - Page by page ahead of the tokens, while the step before computes (vAttention, section 5.4.2): by
   the pool's background thread where it has one, else in the planning of that step.
 - Page by page when they are needed, where those have not come.
@@ -40,8 +41,8 @@ class MappingOptions:
     """How the pages of virtual caches are mapped.
 
     Attributes:
-        prompt_page_bytes: size of the pages for what a prompt fills, a multiple of the pool's own;
-            None for the pool's own.
+        prompt_page_bytes: size of the largest pages for what a prompt fills, a multiple of the
+            pool's own; None for the pool's own.
         ahead_tokens: tokens to map for beyond those that are asked for; None for
             `AHEAD_TOKENS - 1`, 0 to map nothing before it is needed.
         eager_pages: pages to keep mapped in the slot that is given out next; 0 for none.
@@ -61,7 +62,7 @@ class SlotPages:
         pool: where pages come from.
         tensors: the addresses.
         footprint: pages that tokens take.
-        units: size of a large page, in pages; 1 for none.
+        units: size of the largest pages, in pages; 1 for none.
         ahead_tokens: tokens to map for beyond those that are asked for.
 
     Attributes:
@@ -102,8 +103,9 @@ class SlotPages:
         # The most pages that the sequence of each slot may need.
         self._most = np.full(shape.num_rows, self.slot_pages)
         self._likely = self._most.copy()  # of the pages that a sequence will have
-        # The end of what the prompt of each slot fills, in whole large pages.
-        self._large_end = np.zeros(shape.num_rows, np.int64)
+        self._large_sizes = _halves(units)
+        # The end of what the prompt of each slot fills, if there are large pages for it.
+        self._filled_end = np.zeros(shape.num_rows, np.int64)
         self._turns = GrowthTurns(shape.num_rows)
         # Pages on their way, with their places: by slot, and those under a free slot.
         self._pending: dict[int, tuple[range, PendingPages]] = {}
@@ -173,8 +175,8 @@ class SlotPages:
         if forecast is not None:
             self._likely[slot] = footprint.blocks(num_prompt + forecast.quantile(_LIKELY))
         if self.units > 1:
-            num_filled = footprint.kv_bytes(max(num_prompt - 1, 0)) // self._page_bytes
-            self._large_end[slot] = num_filled // self.units * self.units
+            filled_bytes = footprint.kv_bytes(max(num_prompt - 1, 0))
+            self._filled_end[slot] = filled_bytes // self._page_bytes
 
     def reserve(self, slots: IntArray, num_tokens: IntArray) -> bool:
         """Map missing pages, some tokens ahead if pages are ready, else only those that are needed.
@@ -299,19 +301,15 @@ class SlotPages:
             for slot, end in zip(slots, ends, strict=True)
         ]
         with ExitStack() as undo:
-            if self.units > 1 and (self._large_end[slots] > self.end[slots]).any():
-                large = list(map(self._large_parts, slots, stretches))
-                joined = list(chain.from_iterable(large))
-                if joined and self._populate_large(joined):
-                    places = [place for part in joined for place in part[:: self.units]]
-                    undo.callback(self._residency.give_up, places)
-                    # The last one may end behind the stretch.
-                    ends = [
-                        max([end, *(part.stop - slot * self.slot_pages for part in parts)])
-                        for slot, end, parts in zip(slots, ends, large, strict=True)
-                    ]
-                    pairs = zip(stretches, large, strict=True)
-                    stretches = [each for pair in pairs for each in _without(*pair)]
+            if self.units > 1 and (self._filled_end[slots] > self.end[slots]).any():
+                large = self._populate_large(slots, stretches, undo, may_reclaim=may_reclaim)
+                # The last one may end behind the stretch.
+                ends = [
+                    max([end, *(part.stop - slot * self.slot_pages for part in parts)])
+                    for slot, end, parts in zip(slots, ends, large, strict=True)
+                ]
+                pairs = zip(stretches, large, strict=True)
+                stretches = [each for pair in pairs for each in _without(*pair)]
             if not self._residency.populate(stretches, may_reclaim=may_reclaim):
                 return False
             undo.pop_all()
@@ -319,32 +317,71 @@ class SlotPages:
             self.set(slot, end)
         return True
 
-    def _large_parts(self, slot: int, stretch: range) -> list[range]:
-        """The parts of a stretch of a slot's places to map in large pages.
+    def _populate_large(
+        self, slots: list[int], stretches: Sequence[range], undo: ExitStack, *, may_reclaim: bool
+    ) -> list[list[range]]:
+        """Put large pages under parts of each slot's places, as far as they can be had.
 
-        The last one may end behind the stretch, since the prompt fills it. A page that was left
-        there costs nothing to use again, and as much as a mapping if it is in the way.
+        With `may_reclaim`, room for them is made as for small pages: in a pool that retained
+        prefixes fill, each mapping is made for the price of one.
+
+        Returns: these parts for each slot, in ascending order.
         """
-        units, place = self.units, slot * self.slot_pages
-        first = -(-(stretch.start - place) // units) * units
-        last = min(-(-(stretch.stop - place) // units) * units, int(self._large_end[slot]))
-        if first >= last:
-            return []
-        whole = range(place + first, place + last)
-        sizes = self._residency.left_at(whole)
-        starts = []
-        for start in whole[::units]:
-            num_small = sum(sizes.get(index) == 1 for index in range(start, start + units))
-            if 1 + num_small <= units - num_small:
-                starts.append(start)
-        return [range(starts[begin], starts[end - 1] + units) for begin, end in runs(starts, units)]
+        parts = list(map(self._large_parts, slots, stretches))
+        for size in self._large_sizes:
+            wanted = [part for of_slot in parts for part, each in of_slot if each == size]
+            if not wanted:
+                continue
+            try:
+                is_done = self._residency.populate(wanted, units=size, may_reclaim=may_reclaim)
+            except DriverError:
+                is_done = False
+            if is_done:
+                places = [place for part in wanted for place in part[::size]]
+                undo.callback(self._residency.give_up, places)
+            else:
+                parts = [[pair for pair in of_slot if pair[1] != size] for of_slot in parts]
+        return [[part for part, _ in of_slot] for of_slot in parts]
 
-    def _populate_large(self, stretches: Sequence[range]) -> bool:
-        """Put large pages under these places, if they can be had without taking any from others."""
-        try:
-            return self._residency.populate(stretches, units=self.units, may_reclaim=False)
-        except DriverError:
-            return False
+    def _large_parts(self, slot: int, stretch: range) -> list[tuple[range, int]]:
+        """The parts of a stretch of a slot's places to map in large pages, and their size.
+
+        Pages that were left there cost nothing to use again, so they stay where the prompt fills
+        them, and others are as large as fits between. The last one may end behind the stretch,
+        since the prompt fills it.
+        """
+        first = slot * self.slot_pages
+        start, end = stretch.start, first + int(self._filled_end[slot])
+        if start >= end:
+            return []
+        left = self._residency.left_at(range(start, end))
+        left = {place: size for place, size in left.items() if start <= place <= end - size}
+        following = iter([*sorted(left), end])
+        bound = start
+        parts: list[tuple[range, int]] = []
+        while start < min(stretch.stop, end):
+            while bound <= start < end:
+                bound = next(following)
+            size = left.get(start, 0)
+            if not size:
+                at = start - first
+                fitting = (s for s in self._large_sizes if at % s == 0 and start + s <= bound)
+                size = next(fitting, 1)
+            if size > 1:
+                is_same = bool(parts) and parts[-1][1] == size and parts[-1][0].stop == start
+                begin = parts.pop()[0].start if is_same else start
+                parts.append((range(begin, start + size), size))
+            start += size
+        return parts
+
+
+def _halves(units: int) -> list[int]:
+    """A number, and its halves as long as they are whole and more than 1, in descending order."""
+    found = []
+    while units > 1:
+        found.append(units)
+        units = units // 2 if units % 2 == 0 else 1
+    return found
 
 
 def _without(stretch: range, parts: Sequence[range]) -> list[range]:
