@@ -78,7 +78,7 @@ def slots() -> Iterator[Slots]:
 
 @pytest.mark.parametrize("chunk_tokens", [None, 1, 5 * PAGE_TOKENS])
 @pytest.mark.parametrize(
-    "filled_pages,sizes",
+    ("filled_pages", "sizes"),
     [
         (0, [1]),
         (1, [1, 1]),

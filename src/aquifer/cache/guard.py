@@ -58,7 +58,7 @@ class GuardedResidency(Residency):
         self,
         stretches: Sequence[range],
         *,
-        units: int = 1,
+        units: int | Sequence[int] = 1,
         may_reclaim: bool = True,
         is_overwritten: bool = False,
     ) -> bool:

@@ -16,7 +16,7 @@ Pages that an earlier sequence of the slot left there cost nothing, and are used
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 
@@ -29,7 +29,6 @@ from aquifer.cache.tensors import KVTensors
 from aquifer.errors import DriverError
 from aquifer.memory.pool import PagePool
 from aquifer.memory.residency import PendingPages
-from aquifer.memory.runs import runs
 from aquifer.predict.lengths import Forecast
 
 _LIKELY = 0.9
@@ -300,79 +299,74 @@ class SlotPages:
             range(slot * self.slot_pages + int(self.end[slot]), slot * self.slot_pages + end)
             for slot, end in zip(slots, ends, strict=True)
         ]
-        with ExitStack() as undo:
-            if self.units > 1 and (self._filled_end[slots] > self.end[slots]).any():
-                large = self._populate_large(slots, stretches, undo, may_reclaim=may_reclaim)
-                # The last one may end behind the stretch.
-                ends = [
-                    max([end, *(part.stop - slot * self.slot_pages for part in parts)])
-                    for slot, end, parts in zip(slots, ends, large, strict=True)
-                ]
-                pairs = zip(stretches, large, strict=True)
-                stretches = [each for pair in pairs for each in _without(*pair)]
-            if not self._residency.populate(stretches, may_reclaim=may_reclaim):
-                return False
-            undo.pop_all()
+        has_large = self.units > 1 and (self._filled_end[slots] > self.end[slots]).any()
+        large_ends = self._populate_large(slots, stretches, may_reclaim) if has_large else None
+        if large_ends is not None:
+            ends = large_ends
+        elif not self._residency.populate(stretches, may_reclaim=may_reclaim):
+            return False
         for slot, end in zip(slots, ends, strict=True):
             self.set(slot, end)
         return True
 
     def _populate_large(
-        self, slots: list[int], stretches: Sequence[range], undo: ExitStack, *, may_reclaim: bool
-    ) -> list[list[range]]:
-        """Put large pages under parts of each slot's places, as far as they can be had.
+        self, slots: list[int], stretches: Sequence[range], may_reclaim: bool
+    ) -> list[int] | None:
+        """Put pages under a stretch of each slot's places, large ones as far as prompts fill them.
 
-        With `may_reclaim`, room for them is made as for small pages: in a pool that retained
-        prefixes fill, each mapping is made for the price of one.
+        With `may_reclaim`, room for large ones is made as for small ones: in a pool that retained
+        prefixes fill, many places are mapped for the price of one.
 
-        Returns: these parts for each slot, in ascending order.
+        Returns: the new end of each slot; None if there was no room, or the device refused.
         """
-        parts = list(map(self._large_parts, slots, stretches))
-        for size in self._large_sizes:
-            wanted = [part for of_slot in parts for part, each in of_slot if each == size]
-            if not wanted:
-                continue
-            try:
-                is_done = self._residency.populate(wanted, units=size, may_reclaim=may_reclaim)
-            except DriverError:
-                is_done = False
-            if is_done:
-                places = [place for part in wanted for place in part[::size]]
-                undo.callback(self._residency.give_up, places)
-            else:
-                parts = [[pair for pair in of_slot if pair[1] != size] for of_slot in parts]
-        return [[part for part, _ in of_slot] for of_slot in parts]
+        pieces = list(map(self._pieces, slots, stretches))
+        places = [part for of_slot in pieces for part, _ in of_slot]
+        sizes = [size for of_slot in pieces for _, size in of_slot]
+        try:
+            if not self._residency.populate(places, units=sizes, may_reclaim=may_reclaim):
+                return None
+        except DriverError:
+            return None
+        stops = (of_slot[-1][0].stop if of_slot else 0 for of_slot in pieces)
+        return [
+            max(stop - slot * self.slot_pages, int(self.end[slot]))
+            for slot, stop in zip(slots, stops, strict=True)
+        ]
 
-    def _large_parts(self, slot: int, stretch: range) -> list[tuple[range, int]]:
-        """The parts of a stretch of a slot's places to map in large pages, and their size.
+    def _pieces(self, slot: int, stretch: range) -> list[tuple[range, int]]:
+        """A stretch of a slot's places in pieces, each with the size of the pages to map there.
 
         Pages that were left there cost nothing to use again, so they stay where the prompt fills
         them, and others are as large as fits between. The last one may end behind the stretch,
         since the prompt fills it.
         """
         first = slot * self.slot_pages
-        start, end = stretch.start, first + int(self._filled_end[slot])
-        if start >= end:
-            return []
-        left = self._residency.left_at(range(start, end))
-        left = {place: size for place, size in left.items() if start <= place <= end - size}
-        following = iter([*sorted(left), end])
+        start, filled_end = stretch.start, first + int(self._filled_end[slot])
+        left: dict[int, int] = {}
+        if start < filled_end:
+            found = self._residency.left_at(range(start, filled_end))
+            left = {i: size for i, size in found.items() if start <= i <= filled_end - size}
+        following = iter([*sorted(left), filled_end])
         bound = start
-        parts: list[tuple[range, int]] = []
-        while start < min(stretch.stop, end):
-            while bound <= start < end:
-                bound = next(following)
-            size = left.get(start, 0)
-            if not size:
-                at = start - first
-                fitting = (s for s in self._large_sizes if at % s == 0 and start + s <= bound)
-                size = next(fitting, 1)
-            if size > 1:
-                is_same = bool(parts) and parts[-1][1] == size and parts[-1][0].stop == start
-                begin = parts.pop()[0].start if is_same else start
-                parts.append((range(begin, start + size), size))
-            start += size
-        return parts
+        pieces: list[tuple[range, int]] = []
+        while start < stretch.stop:
+            stop, size = stretch.stop, 1
+            if start < filled_end:
+                while bound <= start:
+                    bound = next(following)
+                size = left.get(start) or self._size_that_fits(start - first, bound - start)
+                stop = start + size
+            if pieces and pieces[-1][1] == size:
+                pieces[-1] = range(pieces[-1][0].start, stop), size
+            else:
+                pieces.append((range(start, stop), size))
+            start = stop
+        return pieces
+
+    def _size_that_fits(self, place: int, room: int) -> int:
+        """The size of the largest page at a place of a slot that needs no more than this room."""
+        fitting = (size for size in self._large_sizes if size <= room and place % size == 0)
+        return next(fitting, 1)
 
 
 def _halves(units: int) -> list[int]:
@@ -382,14 +376,3 @@ def _halves(units: int) -> list[int]:
         found.append(units)
         units = units // 2 if units % 2 == 0 else 1
     return found
-
-
-def _without(stretch: range, parts: Sequence[range]) -> list[range]:
-    """A stretch without its parts, of which the last one may end behind it."""
-    left = []
-    start = stretch.start
-    for part in parts:
-        left.append(range(start, part.start))
-        start = part.stop
-    left.append(range(start, max(start, stretch.stop)))
-    return [each for each in left if each]

@@ -114,7 +114,7 @@ class Residency:
         self,
         stretches: Sequence[range],
         *,
-        units: int = 1,
+        units: int | Sequence[int] = 1,
         may_reclaim: bool = True,
         is_overwritten: bool = False,
     ) -> bool:
@@ -125,7 +125,8 @@ class Residency:
 
         Args:
             stretches: indices without a page in use.
-            units: size of the pages, in pages of the range's own size; it divides each stretch.
+            units: size of the pages, in pages of the range's own size, of all stretches or of each;
+                it divides the stretch.
             may_reclaim: whether to unmap retired pages of other places, and to take pages from
                 other tenants. Without it, the call waits only where one of these places still has
                 a page that is shared, or that is being unmapped.
@@ -136,31 +137,31 @@ class Residency:
         """
         retired = self._pool.retired
         places: Sequence[Sequence[int]] = stretches
-        if units > 1:
-            places = [list(each[::units]) for each in stretches]
-        missing = places
+        if units == 1:
+            sizes: Sequence[int] = [1] * len(stretches)
+        else:
+            sizes = [units] * len(stretches) if isinstance(units, int) else units
+            pairs = zip(stretches, sizes, strict=True)
+            places = [each if size == 1 else list(each[::size]) for each, size in pairs]
         taken: Sequence[int] = ()
         if retired.num_places(self.range):
-            if self.range.has_large or units > 1:
-                for stretch in filter(None, stretches):
-                    fitting = stretch[::units]
-                    sizes = retired.sizes_at(self.range, stretch).items()
-                    others = [i for i, size in sizes if size != units or i not in fitting]
-                    if others:
-                        retired.vacate(self.range, others)
+            if self.range.has_large or units != 1:
+                self._vacate_other_sizes(stretches, sizes)
             taken = retired.reuse(self.range, join(places))
-            missing = _without(places, taken)
         is_done = False
         try:  # nearly every step comes here, and an ExitStack would take a fifth of the time
-            is_done = self._map_new(missing, units, may_reclaim, is_overwritten)
+            missing = _without(places, taken)
+            by_size = [(1, missing)] if units == 1 else _by_size(missing, sizes)
+            is_done = self._map_new(by_size, may_reclaim, is_overwritten)
         finally:
             if taken and not is_done:
                 retired.retire(self.range, taken)
         if not is_done:
             return False
         if self.record is not None:
-            for each in filter(None, places):
-                self.record(Mapped(each[0], tuple(self.range.pages_at(each)), units))
+            for each, size in zip(places, sizes, strict=True):
+                if each:
+                    self.record(Mapped(each[0], tuple(self.range.pages_at(each)), size))
         return True
 
     def populate_later(
@@ -184,7 +185,7 @@ class Residency:
         pages = self._pool.take_ready(self._owner, sum(map(len, stretches)))
         if pages is None:
             return None
-        pieces = list(_cut(stretches, as_run(pages)))
+        pieces = list(_cut(stretches, as_run(pages), 1))
         places = [(self.range.address_for(index, run), run) for index, run in pieces]
         if self.record is not None:
             self.record(Begun(tuple(stretches)))
@@ -315,39 +316,55 @@ class Residency:
         """Pages that the range has room for."""
         return self.range.num_pages
 
+    def _vacate_other_sizes(self, stretches: Sequence[range], sizes: Sequence[int]) -> None:
+        """Unmap the pages that were left at these indices and are of another size than is wanted
+        there, or lie at other places."""
+        retired = self._pool.retired
+        for stretch, wanted in zip(stretches, sizes, strict=True):
+            if stretch:
+                fitting = stretch[::wanted]
+                found = retired.sizes_at(self.range, stretch).items()
+                others = [i for i, size in found if size != wanted or i not in fitting]
+                if others:
+                    retired.vacate(self.range, others)
+
     def _map_new(
         self,
-        stretches: Sequence[Sequence[int]],
-        units: int,
+        missing: Sequence[tuple[int, Sequence[Sequence[int]]]],
         may_reclaim: bool,
         is_overwritten: bool,
     ) -> bool:
         """Acquire pages and map them at these places, all or none; False if the pool is short.
 
         Args:
-            stretches: places, each followed by the next one at a distance of `units`.
-            units: size of the pages.
+            missing: sizes of pages, each with lists of ascending places for them.
             may_reclaim: as for `populate`.
             is_overwritten: as for `populate`.
 
         Raises:
             DriverError: the device refused; nothing has changed.
         """
-        pages = self._pool.acquire(
-            self._owner,
-            sum(map(len, stretches)),
-            self.range.page_bytes * units,
-            may_reclaim=may_reclaim,
-            is_overwritten=is_overwritten,
-        )
-        if pages is None:
-            return False
-        numbers = as_run(pages)
+        acquired: list[Page] = []
+        pieces: list[_Piece] = []
+        is_done = False
         try:
-            self._map(_cut(stretches, numbers))
-        except BaseException:
-            self._pool.release(pages)
-            raise
+            for size, stretches in missing:
+                pages = self._pool.acquire(
+                    self._owner,
+                    sum(map(len, stretches)),
+                    self.range.page_bytes * size,
+                    may_reclaim=may_reclaim,
+                    is_overwritten=is_overwritten,
+                )
+                if pages is None:
+                    return False
+                acquired += pages
+                pieces += _cut(stretches, as_run(pages), size)
+            self._map(pieces)
+            is_done = True
+        finally:
+            if not is_done:
+                self._pool.release(acquired)
         return True
 
     def _pieces(self, at: Sequence[tuple[int, Page]]) -> Iterator[_Piece]:
@@ -381,26 +398,31 @@ class Residency:
             raise
 
 
-def _cut(stretches: Sequence[Sequence[int]], pages: Sequence[Page]) -> Iterator[_Piece]:
-    """As many of the pages as each stretch has places, with its first place."""
+def _by_size(
+    places: Sequence[Sequence[int]], sizes: Sequence[int]
+) -> list[tuple[int, list[Sequence[int]]]]:
+    """Stretches of places by the size of their pages, the largest first."""
+    found: dict[int, list[Sequence[int]]] = {}
+    for each, size in zip(places, sizes, strict=True):
+        found.setdefault(size, []).append(each)
+    return sorted(found.items(), reverse=True)
+
+
+def _cut(lists: Sequence[Sequence[int]], pages: Sequence[Page], size: int = 1) -> Iterator[_Piece]:
+    """As many of the pages as there are places, by stretch of places at this distance, with the
+    first of them."""
     done = 0
-    for stretch in stretches:
-        end = done + len(stretch)
-        if stretch:
-            yield stretch[0], pages[done:end]
-        done = end
+    for places in lists:
+        for start, end in runs(places, size):
+            yield places[start], pages[done : done + end - start]
+            done += end - start
 
 
 def _without(stretches: Sequence[Sequence[int]], taken: Sequence[int]) -> Sequence[Sequence[int]]:
-    """The stretches without some of their numbers, each cut where some are missing."""
+    """Each stretch without some of its numbers, which may be no stretch any more."""
     if not taken:
         return stretches
     if len(taken) == sum(map(len, stretches)):
-        return []
+        return [()] * len(stretches)
     gone = set(taken)
-    left: list[Sequence[int]] = []
-    for stretch in stretches:
-        rest = [i for i in stretch if i not in gone]
-        step = stretch[1] - stretch[0] if len(stretch) > 1 else 1
-        left += [rest[start:end] for start, end in runs(rest, step)]
-    return left
+    return [[i for i in stretch if i not in gone] for stretch in stretches]
