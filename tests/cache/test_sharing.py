@@ -776,6 +776,8 @@ def test_a_page_that_is_copied_again_is_still_in_its_window():
     num_calls = []
     for _ in range(3):
         before = harness.driver.num_calls
+        assert isinstance(harness.device, LateDriver)
+        harness.device.finish()
         assert harness.cache.preferred_slot(begun.blocks, harness.free_slots()) == 2
         assert harness.adopt(2, begun, 39)
         harness.cache.upload()
@@ -1061,6 +1063,24 @@ def test_every_call_refused_once(name, layout, is_late):
     assert (num_calls > 5, undisturbed) == (True, [0, 0])
     for fail_at in range(num_calls):
         assert sum(run(fail_at)[1:]) == 1
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "is_done", "slot"), [(5, False, 1), (2, False, 2), (2, True, 1)]
+)
+def test_no_slot_that_a_step_in_flight_uses_where_others_are_to_be_unmapped(
+    num_blocks, is_done, slot
+):
+    """To unmap them would wait for the step; the pages are mapped elsewhere meanwhile."""
+    harness = Harness("virtual", LAYOUTS["aligned"], 60, is_late=True, guards=False)
+    assert isinstance(harness.device, LateDriver)
+    harness.begin(1, 40)
+    retained = harness.end(1)
+    if is_done:
+        harness.device.finish()
+    assert harness.cache.preferred_slot(retained.blocks[:num_blocks], [1, 2]) == slot
+    harness.cache.unretain(retained.blocks)
+    harness.close()
 
 
 def test_sequences_of_one_prefix_each_find_a_slot_where_it_is_left():

@@ -279,19 +279,33 @@ class VirtualCache(KeepsAll):
         return self._copies.begin(slot, blocks, num_bytes, first, parent)
 
     def _slot_with(self, blocks: Sequence[int], free_slots: Sequence[int]) -> int | None:
-        """A free slot where the first of these pages, and if possible the last, are mapped."""
+        """A free slot where the first of these pages, and if possible the last, are mapped.
+
+        A slot that a step in flight may use is one only if no others are to be unmapped there. This
+        would have to wait for the step, and the device would idle until the next one is launched;
+        to map these pages elsewhere takes no longer than the step.
+        """
         range_, slot_pages = self.tensors.range, self._slots.slot_pages
+        occupied = self._slots.occupied
         left: dict[int, list[bool]] = {}  # by slot: whether the first page is there, and the last
+        idle: set[int] = set()  # slots that no step in flight uses
         for which, position in enumerate((0, len(blocks) - 1) if blocks else ()):
             page = range_.page_of(blocks[position])
+            passed = set(self._residency.left_with(page, is_passed=True))
             for index in self._residency.left_with(page):
                 slot, place = divmod(index, slot_pages)
                 if place + blocks[position] - page == position and slot in free_slots:
                     left.setdefault(slot, [False, False])[which] = True
-        if not left:
-            return None
+                    if index in passed:
+                        idle.add(slot)
+        num_own = len(blocks) + 1  # the last one may be half full, and no block of any other
+        found = [
+            slot
+            for slot, (_, has_last) in left.items()
+            if slot in idle or (has_last and occupied.get(slot, 0) <= num_own)
+        ]
         # The fewer other pages it has, the less is lost.
-        return max(left, key=lambda slot: (left[slot], -self._slots.occupied.get(slot, 0)))
+        return max(found, key=lambda slot: (left[slot], -occupied.get(slot, 0)), default=None)
 
     def _vacate_oldest(self) -> None:
         """Have the slot that was left first vacated in the background."""

@@ -298,9 +298,10 @@ class Residency:
         indices each takes."""
         return self._pool.retired.sizes_at(self.range, indices)
 
-    def left_with(self, page: Page) -> list[int]:
-        """The places that were given up and still have this page, which is in use elsewhere."""
-        return self._pool.retired.indices_of(self.range, page)
+    def left_with(self, page: Page, *, is_passed: bool = False) -> list[int]:
+        """The places that were given up and still have this page, which is in use elsewhere; of
+        these those that no work in flight may touch, or all."""
+        return self._pool.retired.indices_of(self.range, page, is_passed=is_passed)
 
     def vacate_soon(self, indices: Iterable[int]) -> None:
         """Have places that were given up unmapped in the background, before all others."""

@@ -258,11 +258,23 @@ class RetireQueue:
                 return {}
             return range_.sizes_at(indices)
 
-    def indices_of(self, range_: VirtualRange, page: Page) -> list[int]:
-        """Indices of the places where `reuse_pages` would find the page, which is in use."""
+    def indices_of(self, range_: VirtualRange, page: Page, *, is_passed: bool = False) -> list[int]:
+        """Indices of the places where `reuse_pages` would find the page, which is in use.
+
+        Args:
+            range_: the range.
+            page: the page.
+            is_passed: whether only those count that no work in flight may touch.
+        """
+        found: list[int] = []
         with self._changed:
-            batches = self._parked.get(page) or ()
-            return [each.indices_of([page])[0] for each in batches if each.range is range_]
+            has_passed = not is_passed
+            for batch in reversed(self._parked.get(page) or ()):  # the newest first
+                # Where one has passed its fence, all before it have.
+                has_passed = has_passed or batch.fence.passed()
+                if has_passed and batch.range is range_:
+                    found += batch.indices_of([page])
+        return found[::-1]
 
     def vacate_soon(self, range_: VirtualRange, indices: Iterable[int]) -> None:
         """Have `collect` unmap these places before all others, also where pages are in use.

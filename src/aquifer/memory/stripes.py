@@ -118,9 +118,9 @@ class StripedResidency:
             found |= dict.fromkeys((index - start for index in left), 1)
         return found
 
-    def left_with(self, stripe: Page) -> list[int]:
+    def left_with(self, stripe: Page, *, is_passed: bool = False) -> list[int]:
         """See `Residency.left_with`: by the stripe's first page."""
-        return self._pages.left_with(stripe)
+        return self._pages.left_with(stripe, is_passed=is_passed)
 
     def vacate_soon(self, indices: Iterable[int]) -> None:
         """See `Residency.vacate_soon`."""
