@@ -51,3 +51,25 @@ def test_where_steps_are_waited_for_none_is_due(
     open_world: Open, cases: dict[str, list[Case]]
 ) -> None:
     assert prompts_until_due(open_world, cases, is_behind=False) == 0
+
+
+def test_what_is_retained_of_a_prompt_does_not_fill_a_step(
+    open_world: Open, cases: dict[str, list[Case]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = open_world(
+        models={"m": "llama"},
+        num_ahead=1,
+        is_behind=True,
+        max_num_seqs=4,
+        max_num_batched_tokens=_STEP_TOKENS,
+    )
+    longest = max(cases["llama"], key=lambda case: len(case.prompt))
+    world.send("m", longest)
+    world.finish()
+    monkeypatch.setattr(Pipeline, "are_done", property(lambda _: False))
+    number = 1
+    world.send("m", longest)
+    while not world.engine.should_step:
+        world.send("m", longest)
+        number += 1
+    assert (number - 1) * len(longest.prompt) >= _STEP_TOKENS

@@ -19,11 +19,11 @@ from aquifer.engine.model_control import ModelControl
 from aquifer.engine.model_files import read_model
 from aquifer.engine.model_host import ModelHost
 from aquifer.engine.model_set import OnProgress
+from aquifer.engine.new_prompts import NewPrompts
 from aquifer.engine.outputs import TokenOutput
 from aquifer.engine.params import Request, SamplingParams
 from aquifer.engine.parts import EngineParts
 from aquifer.engine.pipeline import Pipeline, require_device
-from aquifer.engine.planning import NewPrompts
 from aquifer.engine.policies import Policies
 from aquifer.engine.policies.placement import DeviceReport
 from aquifer.engine.reporting import engine_stats, memory_report
@@ -208,7 +208,7 @@ class Engine(ModelControl):
             eos_ids=host.eos_ids,
         )
         self._num_arrivals += 1
-        self._new.add(len(token_ids), host.lane.recompute_s(0, len(token_ids)))
+        self._new.add(host.lane, group, self._scheduler.budget)
         host.wanted(request.keep_alive_s)
         self._requests[request.request_id] = (host, group)
         self._scheduler.add(host.lane, group)

@@ -6,11 +6,24 @@ from contextlib import ExitStack
 
 import numpy as np
 
+from aquifer.cache.prefix import Match
 from aquifer.engine.headroom import Headroom
 from aquifer.engine.lane import Lane
 from aquifer.engine.preemption import Preemption
 from aquifer.engine.sequence import SequenceGroup
 from aquifer.memory.runs import num_equal
+
+
+def look_up(lane: Lane, group: SequenceGroup) -> Match | None:
+    """The retained prefix that a waiting request begins with; None if it uses none.
+
+    A request that waits is asked again and again: what was found before is not looked up anew.
+    """
+    if lane.prefixes is None or not group.reads_prefixes or group.begins_anew:
+        return None
+    first = group.live[0]
+    group.match = lane.prefixes.match(first.token_ids, lane.prefix_key(first), group.match)
+    return group.match
 
 
 def bring_in(lane: Lane, group: SequenceGroup, headroom: Headroom, now_s: float) -> bool:
@@ -27,12 +40,7 @@ def bring_in(lane: Lane, group: SequenceGroup, headroom: Headroom, now_s: float)
     """
     table, cache = lane.slots, lane.cache
     first, *others = group.live
-    match = None
-    if lane.prefixes is not None and group.reads_prefixes and not group.begins_anew:
-        # A request that waits is asked again and again: what was found before is not looked up
-        # anew.
-        match = lane.prefixes.match(first.token_ids, lane.prefix_key(first), group.match)
-        group.match = match
+    match = look_up(lane, group)
     num_cached = 0 if match is None else match.num_tokens
     if not headroom.has_room(lane, group, match):
         return False

@@ -115,32 +115,6 @@ class StepBudget:
         return budget
 
 
-@dataclass(slots=True)
-class NewPrompts:
-    """The prompts that were added since the last step."""
-
-    num_tokens: int = 0
-    work_s: float = 0.0  # time to compute them
-
-    def add(self, num_tokens: int, work_s: float) -> None:
-        """Add a prompt."""
-        self.num_tokens += num_tokens
-        self.work_s += work_s
-
-    def are_enough(self, budget: StepBudget, is_idle: Callable[[], bool]) -> bool:
-        """Whether a step should be launched before more are added: they fill it, or the device
-        idles and they are enough work for it.
-
-        Args:
-            budget: of the step.
-            is_idle: whether the device is done with all steps; a question to the driver.
-        """
-        if budget.enough_s is None:
-            return False
-        is_full = self.num_tokens >= budget.max_batched_tokens
-        return is_full or (self.work_s >= budget.enough_s and is_idle())
-
-
 def next_tokens(
     table: SlotTable, slots: IntArray, max_batched_tokens: int
 ) -> tuple[IntArray, IntArray]:
