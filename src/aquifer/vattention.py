@@ -259,6 +259,7 @@ class VAttention(Sequence[tuple[torch.Tensor, torch.Tensor]]):
         for reqid in set(running.tolist()).intersection(self._free):
             raise ConfigError(f"request {reqid} was not allocated; call alloc_reqid first")
         is_done = self._cache.reserve(running + 1, wanted[running])
+        self._cache.upload()
         if self._pool.mapper is not None:
             self._pool.mapper.begin()
         self._stocker.wake()

@@ -134,10 +134,13 @@ def test_the_next_sequence_finds_pages():
     harness = _harness(eager=2, is_late=True)
     first = harness.cache.preferred_slot((), [1, 2, 3])
     assert first is None  # the first of all
+    assert not _mapper(harness).work
+    harness.cache.upload()  # at the end of the step's planning
     _mapper(harness).catch_up()
     harness.begin(1, 9)  # it was not prepared
     before = harness.pool.pages.num_foreground_calls
-    assert harness.cache.preferred_slot((), [2, 3]) == 2  # prepares 3
+    assert harness.cache.preferred_slot((), [2, 3]) == 2  # 3 is prepared
+    harness.cache.upload()
     assert harness.reserve({2: 9})
     assert harness.pool.pages.num_foreground_calls == before
     harness.write({2: 9})
@@ -151,6 +154,7 @@ def test_the_next_sequence_finds_pages():
 def test_pages_for_the_next_sequence_are_free_until_it_comes():
     harness = _harness(num_pages=8, eager=2, is_late=True)
     harness.cache.preferred_slot((), [0, 1])
+    harness.cache.upload()
     _mapper(harness).catch_up()
     harness.begin(0, 9)
     assert harness.pool.free_bytes == 6 * PAGE

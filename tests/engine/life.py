@@ -24,6 +24,7 @@ from aquifer.engine.outputs import TokenOutput
 from aquifer.engine.params import BeamSearchParams, Request, SamplingParams
 from aquifer.engine.policies import Policies
 from aquifer.engine.reports import ModelState
+from aquifer.memory.budget import choose_prompt_page
 from aquifer.memory.driver.base import Handle
 from aquifer.memory.driver.faulty import FaultyDriver
 from aquifer.memory.pool import PROCESS, Kind
@@ -306,7 +307,9 @@ class World:
                 assert by_kind[Kind.KV] == lane.slots.num_taken == 0
             held_bytes = 0 if lane.prefixes is None else lane.prefixes.stats.held_bytes
             if engine.config.kv_cache == "virtual":
-                assert by_kind[Kind.PREFIX] <= held_bytes
+                # A page is held as long as any of its blocks is.
+                num_blocks = (choose_prompt_page(engine.config, engine.pool) or 1) // PAGE_BYTES
+                assert by_kind[Kind.PREFIX] <= held_bytes * max(num_blocks, 1)
             if not lane.running:  # then prefixes have the pages that sequences had part in
                 assert by_kind[Kind.PREFIX] >= held_bytes
 

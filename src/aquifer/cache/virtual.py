@@ -91,6 +91,7 @@ class VirtualCache(KeepsAll):
         self._token_bytes = layout.token_bytes
         self._residency = self.tensors.residency
         self._eager_pages = mapping.eager_pages
+        self._following: int | None = None  # the free slot that is to be prepared
         self._slots = SlotPages(pool, self.tensors, self.footprint, units, self.ahead_tokens)
         self._shared = SharedPages(self._residency, owner)
         self._copies = SlotCopies(self.tensors, self._slots, self._shared)
@@ -139,7 +140,7 @@ class VirtualCache(KeepsAll):
 
     def release(self, slot: int) -> None:
         """Give up the slot's pages; its addresses stay."""
-        self.upload()  # the slot may be at either end of a copy
+        self._launch_copies()  # the slot may be at either end of one
         pages = self._slots
         pages.settle(slot)
         begin, end = int(pages.first[slot]), int(pages.end[slot])
@@ -206,8 +207,7 @@ class VirtualCache(KeepsAll):
         sequence of the slot takes the places from the first on.
 
         Without such a slot, it is the first that has no pages of others. So that there is one next
-        time too, the slot that was left first is vacated in the background, and some pages are
-        mapped in the next one (vAttention, section 5.4.2, eager allocation).
+        time too, the slot that was left first is vacated in the background.
         """
         occupied, prepared = self._slots.occupied, self._slots.prepared
         chosen = self._slot_with(blocks, free_slots) if occupied else None
@@ -218,12 +218,12 @@ class VirtualCache(KeepsAll):
             chosen = min(clean, default=None)
             if len(free_slots) - len(occupied) <= _CLEAN_SLOTS and occupied:
                 self._vacate_oldest()
+        taken = min(free_slots, default=None) if chosen is None else chosen
         if self._eager_pages and not blocks:
-            taken = min(free_slots) if chosen is None else chosen
             others = (each for each in free_slots if each != taken and each not in occupied)
-            following = min(others, default=None)
-            if following is not None:
-                self._slots.prepare(following, self._eager_pages)
+            self._following = min(others, default=None)
+        elif taken == self._following:
+            self._following = None
         return chosen
 
     def copy_out(self, slot: int, tokens: range, target: torch.Tensor) -> None:
@@ -235,10 +235,16 @@ class VirtualCache(KeepsAll):
         self.tensors.copy_in(self._byte_of(slot, tokens.start), source)
 
     def upload(self) -> None:
-        """Launch the copies. There is nothing to send: slot and position give the address."""
-        self._copies.launch()
-        if self.tensors.guard is not None:
-            self.tensors.move_guards(self._slots.places_behind())
+        """Launch the copies. There is nothing to send: slot and position give the address.
+
+        Some pages are mapped in the slot that the next sequence gets (vAttention, section 5.4.2,
+        eager allocation): once a step, since those that are admitted with others would wait for
+        theirs.
+        """
+        self._launch_copies()
+        following, self._following = self._following, None
+        if following is not None:
+            self._slots.prepare(following, self._eager_pages)
 
     def stats(self, written_tokens: int | IntArray) -> CacheStats:
         """Mapped bytes are exact, without retired pages; waste is the tail of each sequence."""
@@ -277,6 +283,12 @@ class VirtualCache(KeepsAll):
             return False
         self._slots.settle_prepared()
         return self._copies.begin(slot, blocks, num_bytes, first, parent)
+
+    def _launch_copies(self) -> None:
+        """Launch the copies that wait, and have the guard pages behind the last pages of slots."""
+        self._copies.launch()
+        if self.tensors.guard is not None:
+            self.tensors.move_guards(self._slots.places_behind())
 
     def _slot_with(self, blocks: Sequence[int], free_slots: Sequence[int]) -> int | None:
         """A free slot where the first of these pages, and if possible the last, are mapped.
@@ -325,7 +337,7 @@ class VirtualCache(KeepsAll):
         if self._shared:
             pages = self.tensors.range.pages_at(indices)
             if not set(self._copies.pages).isdisjoint(pages):
-                self.upload()  # the copy reads its page at one of these places
+                self._launch_copies()  # one reads its page at one of these places
             self._shared.end_use(pages)
         self._residency.give_up(indices)
         if self._shared:  # the next sequence of a slot has other pages there
