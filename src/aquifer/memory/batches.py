@@ -62,3 +62,12 @@ def without(
     """The batches but for one; None if there is no other."""
     assert batches is not None
     return tuple(batch for batch in batches if batch is not gone) or None
+
+
+def past_fences(batches: tuple[Batch, ...]) -> tuple[Batch, ...]:
+    """Those of some batches, in the order in which they were given up, that have passed their
+    fences: where one has, all before it have."""
+    for count in range(len(batches), 0, -1):
+        if batches[count - 1].fence.passed():
+            return batches[:count]
+    return ()

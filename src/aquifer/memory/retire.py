@@ -38,7 +38,7 @@ from functools import partial
 from itertools import compress
 
 from aquifer.errors import InvariantError
-from aquifer.memory.batches import PASSED, Batch, without
+from aquifer.memory.batches import PASSED, Batch, past_fences, without
 from aquifer.memory.driver.base import Fence
 from aquifer.memory.guard import GuardedPages
 from aquifer.memory.ledger import Ledger
@@ -48,7 +48,6 @@ from aquifer.memory.records import Records
 from aquifer.memory.runs import are_equal, join
 
 _Place = tuple[VirtualRange, int]  # a range, and an index in it
-
 
 _COLLECT_PAGES = 16
 """How many pages `collect` unmaps in one go: about 0.3 ms, which is how long `reuse` may have
@@ -259,22 +258,11 @@ class RetireQueue:
             return range_.sizes_at(indices)
 
     def indices_of(self, range_: VirtualRange, page: Page, *, is_passed: bool = False) -> list[int]:
-        """Indices of the places where `reuse_pages` would find the page, which is in use.
-
-        Args:
-            range_: the range.
-            page: the page.
-            is_passed: whether only those count that no work in flight may touch.
-        """
-        found: list[int] = []
+        """Indices of the places where `reuse_pages` would find the page, which is in use; if
+        `is_passed`, of those that no work in flight may touch."""
         with self._changed:
-            has_passed = not is_passed
-            for batch in reversed(self._parked.get(page) or ()):  # the newest first
-                # Where one has passed its fence, all before it have.
-                has_passed = has_passed or batch.fence.passed()
-                if has_passed and batch.range is range_:
-                    found += batch.indices_of([page])
-        return found[::-1]
+            batches = (past_fences if is_passed else tuple)(self._parked.get(page) or ())
+            return [each.indices_of([page])[0] for each in batches if each.range is range_]
 
     def vacate_soon(self, range_: VirtualRange, indices: Iterable[int]) -> None:
         """Have `collect` unmap these places before all others, also where pages are in use.
@@ -322,8 +310,8 @@ class RetireQueue:
 
         It may be less where a page is at several places; the caller repeats it until it suffices.
 
-        Returns: whether any place was given back, by this call or by a `collect` that it waited
-            for; if not, all retired pages are in use elsewhere.
+        Returns: whether any place was given back, also by a `collect` that it waited for; if not,
+            all retired pages are in use elsewhere.
         """
         with self._changed:
             if self._leaving:
