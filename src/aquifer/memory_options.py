@@ -123,7 +123,8 @@ MEMORY_OPTIONS: tuple[Option, ...] = (
         "prompt_page_size",
         int,
         None,
-        "Size of the largest pages for what a prompt fills: a multiple of --page-size, or the same.",
+        "Size of the largest pages for what a prompt fills: a multiple of --page-size, or the "
+        "same.",
         unit="bytes",
         scopes=("serve", "run", "llm"),
         field="prompt_page_bytes",

@@ -79,8 +79,8 @@ def init(
         eager_pages: pages to keep mapped for the next request; 0 for none.
         reclaim_below: unmap the pages of ended requests once less than this share of the memory is
             free beside them.
-        prompt_page_size: size of the largest pages for what a prompt fills; None for the device's size of
-            large pages. Token-major only.
+        prompt_page_size: size of the largest pages for what a prompt fills; None for the device's
+            size of large pages. Token-major only.
         kv_layout: "token-major", or "layer-major" for the paper's 2 x layers buffers.
 
     Raises:

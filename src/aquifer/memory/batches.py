@@ -65,8 +65,10 @@ def without(
 
 
 def past_fences(batches: tuple[Batch, ...]) -> tuple[Batch, ...]:
-    """Those of some batches, in the order in which they were given up, that have passed their
-    fences: where one has, all before it have."""
+    """The batches that have passed their fences, given all in the order in which they were given up.
+
+    Where one has passed, all before it have.
+    """
     for count in range(len(batches), 0, -1):
         if batches[count - 1].fence.passed():
             return batches[:count]

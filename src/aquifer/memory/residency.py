@@ -299,8 +299,12 @@ class Residency:
         return self._pool.retired.sizes_at(self.range, indices)
 
     def left_with(self, page: Page, *, is_passed: bool = False) -> list[int]:
-        """The places that were given up and still have this page, which is in use elsewhere; of
-        these those that no work in flight may touch, or all."""
+        """The places that were given up and still have this page, which is in use elsewhere.
+
+        Args:
+            page: the page.
+            is_passed: whether only those count that no work in flight may touch.
+        """
         return self._pool.retired.indices_of(self.range, page, is_passed=is_passed)
 
     def vacate_soon(self, indices: Iterable[int]) -> None:
