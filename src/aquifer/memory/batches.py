@@ -65,9 +65,10 @@ def without(
 
 
 def past_fences(batches: tuple[Batch, ...]) -> tuple[Batch, ...]:
-    """The batches that have passed their fences, given all in the order in which they were given up.
+    """The batches that have passed their fences; where one has, all that were given up before have.
 
-    Where one has passed, all before it have.
+    Args:
+        batches: in the order in which they were given up.
     """
     for count in range(len(batches), 0, -1):
         if batches[count - 1].fence.passed():
