@@ -413,7 +413,7 @@ def _by_size(
     return sorted(found.items(), reverse=True)
 
 
-def _cut(lists: Sequence[Sequence[int]], pages: Sequence[Page], size: int = 1) -> Iterator[_Piece]:
+def _cut(lists: Sequence[Sequence[int]], pages: Sequence[Page], size: int) -> Iterator[_Piece]:
     """As many of the pages as there are places, by stretch of places at this distance, with the
     first of them."""
     done = 0
