@@ -46,13 +46,15 @@ class LateFence:
 
 
 class TimedRunner:
-    """Takes `STEP_S` for each step, one after the other."""
+    """Takes `STEP_S` for each step, one after the other, and the host so long for a launch."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, launch_s: float = 0.0) -> None:
         self._clock = clock
         self._done_s = 0.0
+        self.launch_s = launch_s
 
     def launch(self, step: StepInput) -> InFlight:
+        self._clock.now_s += self.launch_s
         self._done_s = max(self._done_s, self._clock.now_s) + STEP_S
         tokens = torch.zeros(len(step.sampled), dtype=torch.int64)
         fence = LateFence(self._clock, self._done_s)
@@ -123,3 +125,20 @@ def test_a_step_is_done_with_its_fence(assembly: Assembly) -> None:
     while pipeline:
         pipeline.commit_first()
     assert [*done, pipeline.are_done] == [True, False, True, True]
+
+
+def test_a_launch_is_timed_where_it_does_not_wait_for_the_device(assembly: Assembly) -> None:
+    clock, cost = Clock(), PrefillCost()
+    pipeline = Pipeline(assembly.scheduler, lambda: None, lambda: clock.now_s)
+    runner = TimedRunner(clock)
+    seen_s = []
+    for number, launch_s in enumerate((0.5, 1.0)):
+        runner.launch_s = launch_s
+        add(assembly, number)
+        plan = assembly.scheduler.plan()
+        assert plan is not None
+        pipeline.launch(plan, runner, cost)  # the second one while the first step runs
+        seen_s.append(assembly.scheduler.budget.launch_s)
+    while pipeline:
+        pipeline.commit_first()
+    assert seen_s == [0.5, 0.5]

@@ -16,6 +16,7 @@ from aquifer.cache.swap import SwapSpace
 from aquifer.engine.assembly import LaneSpec
 from aquifer.engine.lane import Lane
 from aquifer.engine.params import Request, SamplingParams
+from aquifer.engine.planning import StepBudget
 from aquifer.engine.scheduler import Scheduler
 from aquifer.engine.sequence import SequenceGroup
 from aquifer.engine.step_input import StepOutput
@@ -155,7 +156,7 @@ def test_a_step_beside_a_decode_ends_at_a_captured_size(
 def test_an_idle_device_gets_a_step_with_enough_work(resources: ExitStack) -> None:
     """The other requests are admitted while it runs."""
     world = World(resources, max_prefill_s=None)
-    world.scheduler.budget = replace(world.scheduler.budget, enough_s=0.02)
+    world.scheduler.budget = replace(world.scheduler.budget, least_enough_s=0.02)
     for _ in range(5):
         world.send(150)
     plans = [world.scheduler.plan() for _ in range(2)]
@@ -164,7 +165,16 @@ def test_an_idle_device_gets_a_step_with_enough_work(resources: ExitStack) -> No
 
 def test_no_more_than_a_step_is_enough(resources: ExitStack) -> None:
     world = World(resources, max_prefill_s=None)
-    budget = replace(world.scheduler.budget, enough_s=1.0)
+    budget = replace(world.scheduler.budget, least_enough_s=1.0)
     assert budget.enough_tokens(world.lane.recompute_s) == MOST_TOKENS
-    assert replace(budget, enough_s=0.02).enough_tokens(lambda _, count: count / 5000) == 100
-    assert replace(budget, enough_s=None).enough_tokens(world.lane.recompute_s) is None
+    assert replace(budget, least_enough_s=0.02).enough_tokens(lambda _, count: count / 5000) == 100
+    assert replace(budget, least_enough_s=None).enough_tokens(world.lane.recompute_s) is None
+
+
+def test_work_is_enough_only_if_it_takes_longer_than_its_launch() -> None:
+    budget = StepBudget(8192, least_enough_s=0.01)
+    assert budget.with_launch(0.004).enough_s == 0.01
+    slow = budget.with_launch(0.03)
+    assert slow.enough_s == pytest.approx(0.06)
+    assert slow.with_launch(0.005).enough_s == pytest.approx(0.05)  # a fifth of the way
+    assert StepBudget(8192).with_launch(0.03).enough_s is None

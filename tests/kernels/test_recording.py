@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 
 from aquifer.cache import view
 from aquifer.cache.base import AttentionOptions, KVLayout, LayerKV, Rows
+from aquifer.cache.state_view import StateView
 from aquifer.kernels import Recording
 from aquifer.kernels._triton import launch, not_recorded
 
@@ -93,6 +94,26 @@ def test_parts_of_a_tensor_from_its_start_are_replaced_too():
     assert second[:2].eq(1).all()
 
 
+def test_columns_of_a_tensor_are_replaced_too():
+    kernel = Kernel()
+    first, second = (torch.zeros(4, 64)[:, 16:48] for _ in range(2))
+    with Recording(first) as recording:
+        launch(kernel, (1,), first, first[:2, 16:], 3, shift=0, num_warps=1)
+    recording.repeat(second)
+    assert second[0].tolist() == [0] * 16 + [3] * 16
+    assert not second[1:].any()
+
+
+def test_what_lies_between_the_rows_of_a_tensor_is_not_of_it():
+    kernel = Kernel()
+    whole, second, source = torch.zeros(4, 64), torch.zeros(4, 64), torch.ones(16)
+    with Recording(whole[:, :32]) as recording:
+        launch(kernel, (1,), source, whole[:, 32:], 0, shift=0, num_warps=1)
+    recording.repeat(second[:, :32])
+    assert not second.any()
+    assert whole[0].tolist() == [0] * 32 + [1] * 16 + [0] * 16
+
+
 def test_what_cannot_be_repeated():
     kernel = Kernel()
     tensors = torch.zeros(16), torch.zeros(16)
@@ -101,6 +122,9 @@ def test_what_cannot_be_repeated():
     assert not recording.fits(tensors[0], torch.zeros(17)[1:])  # not aligned as before
     with Recording(*tensors) as recording:
         not_recorded()
+    assert not recording.fits(*tensors)
+    with Recording(*tensors) as recording:
+        pass  # nothing was launched, as on the host
     assert not recording.fits(*tensors)
 
 
@@ -145,3 +169,40 @@ def test_options_of_layers_differ_in_whether_they_have_sinks():
     assert with_sinks == AttentionOptions(0.2, sinks=torch.zeros(4))
     assert hash(with_sinks) == hash(AttentionOptions(0.2, sinks=torch.zeros(4)))
     assert with_sinks != AttentionOptions(0.2)
+
+
+class Doubled:
+    """A recurrence that adds 5 to its inputs, and to its weights if it has any."""
+
+    kind = "doubled"
+    out_columns = 16
+
+    def __init__(self, kernel: Kernel, weight: torch.Tensor | None) -> None:
+        self._kernel = kernel
+        self._weight = weight
+        self.weights = None if weight is None else [weight]
+
+    def run(
+        self, inputs: torch.Tensor, out: torch.Tensor, states: Sequence[torch.Tensor], rows: Rows
+    ) -> None:
+        (state,) = states
+        launch(self._kernel, (1,), inputs[:, 16:], state, 5, num_warps=4, shift=0)
+        source = inputs if self._weight is None else self._weight
+        launch(self._kernel, (1,), source, out, 5, num_warps=4, shift=0)
+
+
+@pytest.mark.parametrize(("has_weights", "num_first"), [(True, 2), (False, 6)])
+def test_layers_with_states_and_weights_of_their_own_share_a_recording(
+    has_weights: bool, num_first: int
+) -> None:
+    kernel = Kernel()
+    one = torch.zeros(1, dtype=torch.int64)
+    states = [[torch.zeros(1, 16)] for _ in range(3)]
+    step = StateView(states, Rows(one, one, one + 1, None))
+    for layer, (state,) in enumerate(states):
+        weight = torch.full((16,), 0.5 + layer) if has_weights else None
+        inputs, out = torch.full((1, 64), float(layer))[:, :32], torch.zeros(1, 16)
+        step.recur_into(layer, inputs, out, Doubled(kernel, weight))
+        assert state.eq(layer + 5).all()
+        assert out.eq((0.5 + layer if has_weights else layer) + 5).all()
+    assert kernel.num_first == num_first

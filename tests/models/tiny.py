@@ -194,6 +194,8 @@ class Fading:
 
     def __init__(self, width: int) -> None:
         self.out_columns = width
+        self.kind = width
+        self.weights = None
 
     def run(
         self,

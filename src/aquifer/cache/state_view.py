@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Protocol
 
 import torch
 
 from aquifer.cache.spans import Rows
 from aquifer.errors import InvariantError
+from aquifer.kernels import Recording
 
 
 class Recurrence(Protocol):
@@ -22,6 +23,15 @@ class Recurrence(Protocol):
     @property
     def out_columns(self) -> int:
         """Columns of the result."""
+
+    @property
+    def kind(self) -> Hashable:
+        """Equal for layers that launch the same kernels, for tensors of the same shapes."""
+
+    @property
+    def weights(self) -> Sequence[torch.Tensor] | None:
+        """The layer's own tensors that its kernels read, in an order that is that of all layers of
+        its kind; None if it launches more than our own kernels, and so cannot be repeated."""
 
     def run(
         self,
@@ -56,17 +66,34 @@ class StateView:
     def __init__(self, layers: Sequence[Sequence[torch.Tensor]], rows: Rows) -> None:
         self._layers = layers
         self._rows = rows
+        self._recordings: dict[Hashable, Recording] = {}
 
     def recur(self, layer: int, inputs: torch.Tensor, recurrence: Recurrence) -> torch.Tensor:
         """See `KVView.recur`."""
         out = inputs.new_empty(len(inputs), recurrence.out_columns)
-        self.recur_into(layer, inputs, out, recurrence)
+        self._run(layer, inputs, out, recurrence)
         return out
 
     def recur_into(
         self, layer: int, inputs: torch.Tensor, out: torch.Tensor, recurrence: Recurrence
     ) -> None:
-        """See `LaunchView.recur_into`."""
+        """See `LaunchView.recur_into`. Layers of a kind repeat the launches of the first one."""
+        weights = recurrence.weights
+        if weights is None:
+            self._run(layer, inputs, out, recurrence)
+            return
+        tensors = inputs, out, *self._layers[layer], *weights
+        recording = self._recordings.get(recurrence.kind)
+        if recording is not None and recording.fits(*tensors):
+            recording.repeat(*tensors)
+            return
+        with Recording(*tensors) as recording:
+            self._run(layer, inputs, out, recurrence)
+        self._recordings[recurrence.kind] = recording
+
+    def _run(
+        self, layer: int, inputs: torch.Tensor, out: torch.Tensor, recurrence: Recurrence
+    ) -> None:
         num_tokens = len(self._rows.slots)
         recurrence.run(inputs[:num_tokens], out[:num_tokens], self._layers[layer], self._rows)
 

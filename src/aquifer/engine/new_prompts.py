@@ -38,7 +38,8 @@ class NewPrompts:
             budget: of the step.
             is_idle: whether the device is done with all steps; a question to the driver.
         """
-        if budget.enough_s is None:
+        enough_s = budget.enough_s
+        if enough_s is None:
             return False
         is_full = self.num_tokens >= budget.max_batched_tokens
-        return is_full or (self.work_s >= budget.enough_s and is_idle())
+        return is_full or (self.work_s >= enough_s and is_idle())

@@ -88,14 +88,21 @@ class Pipeline:
             runner: the runner of its model.
             cost: prefill cost of its model; updated when the step is committed.
         """
+        begun_s = self._clock_s()
         if not self._in_flight:  # the device was idle
-            self._begun_s = self._clock_s()
+            self._begun_s = begun_s
+        # Otherwise the launch may wait for the device, which takes a limited number of them.
+        is_timed = plan.num_decodes < plan.spans.num_tokens and self.are_done
         try:
             self._in_flight.append(_Step(plan, runner.launch(plan), cost))
         except BaseException as error:
             self._drop([plan], error)
             if not _is_of_the_step(error):
                 raise
+            return
+        if is_timed:
+            budget = self._scheduler.budget
+            self._scheduler.budget = budget.with_launch(self._clock_s() - begun_s)
 
     def commit_first(self) -> list[TokenOutput]:
         """Wait for the earliest step, and commit it.

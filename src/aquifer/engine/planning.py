@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,13 @@ _LEAST_PROMPT_TOKENS = 64
 _LEAST_CUT = 0.75
 """The least part of a budget that it may be cut to for the sake of a captured step: these are up to
 a quarter apart. Beyond the largest, steps run kernel by kernel, and take as long as they need."""
+
+_LAUNCHES = 2
+"""How many times the host's own time for a launch the device's work must be, so that the device is
+still at it when the next step, with the requests that came meanwhile, is launched."""
+
+_LAUNCH_WEIGHT = 0.2
+"""EMA weight of the latest launch."""
 
 _NO_TOKENS = np.zeros(0, np.int32)
 
@@ -58,13 +65,28 @@ class StepBudget:
         max_batched_tokens: most tokens of any step.
         max_prefill_s: time limit of the prompts in a step in which sequences decode, in seconds;
             None for none.
-        enough_s: work for the device, in seconds, with which a step is launched although more
-            requests wait, if it idles meanwhile; None where it does not run ahead of the host.
+        least_enough_s: the least that `enough_s` is; None where the device does not run ahead of
+            the host.
+        launch_s: seconds that the host takes to launch a step that reads prompts.
     """
 
     max_batched_tokens: int
     max_prefill_s: float | None = None
-    enough_s: float | None = None
+    least_enough_s: float | None = None
+    launch_s: float | None = None
+
+    @property
+    def enough_s(self) -> float | None:
+        """Work for the device, in seconds, with which a step is launched although more requests
+        wait, if it idles meanwhile; None where it does not run ahead of the host."""
+        if self.least_enough_s is None or self.launch_s is None:
+            return self.least_enough_s
+        return max(self.least_enough_s, _LAUNCHES * self.launch_s)
+
+    def with_launch(self, seconds: float) -> StepBudget:
+        """The budget after a step that reads prompts was launched in that time."""
+        before = seconds if self.launch_s is None else self.launch_s
+        return replace(self, launch_s=before + _LAUNCH_WEIGHT * (seconds - before))
 
     def enough_tokens(self, prefill_s: Callable[[float, float], float]) -> int | None:
         """Prompt tokens of `enough_s`, at most those of a step; None for no limit.
@@ -72,10 +94,11 @@ class StepBudget:
         Args:
             prefill_s: as in `tokens`.
         """
-        if self.enough_s is None:
+        enough_s = self.enough_s
+        if enough_s is None:
             return None
         counts = range(1, self.max_batched_tokens)
-        return 1 + bisect_left(counts, self.enough_s, key=lambda count: prefill_s(0, count))
+        return 1 + bisect_left(counts, enough_s, key=lambda count: prefill_s(0, count))
 
     def tokens(
         self,

@@ -160,16 +160,18 @@ class Recording:
     the operation allocates are kept, and used again by each repetition.
 
     Args:
-        tensors: tensors of the operation that others take the place of.
+        tensors: tensors of the operation that others take the place of. So do views of theirs which
+            begin in the first row, if that is contiguous.
     """
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         self._strides = [tensor.stride() for tensor in tensors]
         self._addresses = [tensor.data_ptr() for tensor in tensors]
+        self._row_bytes = [_first_row_bytes(tensor) for tensor in tensors]
         self._is_repeatable = True
         # For each launch: the kernel with its grid, its arguments with addresses in place of
-        # tensors, and (argument, tensor) for each argument that is one of `tensors`.
-        self._launches: list[tuple[Any, list[Any], list[tuple[int, int]]]] = []
+        # tensors, and (argument, tensor, bytes after it) for each argument that is of `tensors`.
+        self._launches: list[tuple[Any, list[Any], list[tuple[int, int, int]]]] = []
         self._kept: list[Any] = []  # the arguments as they were, so that their memory stays
 
     def __enter__(self) -> Recording:
@@ -190,11 +192,22 @@ class Recording:
             for argument in arguments
         ]
         places = [
-            (index, self._addresses.index(value))
+            (index, *place)
             for index, (value, argument) in enumerate(zip(values, arguments, strict=True))
-            if isinstance(argument, torch.Tensor) and value in self._addresses
+            if isinstance(argument, torch.Tensor) and (place := self._place(value)) is not None
         ]
         self._launches.append((compiled[(*grid, 1, 1)[:3]], values, places))
+
+    def _place(self, address: int) -> tuple[int, int] | None:
+        """Which tensor an address is of, and how many bytes after its beginning."""
+        if address in self._addresses:
+            return self._addresses.index(address), 0
+        for index, (first, num_bytes) in enumerate(
+            zip(self._addresses, self._row_bytes, strict=True)
+        ):
+            if first < address < first + num_bytes:
+                return index, address - first
+        return None
 
     def stop(self) -> None:
         """Something else was launched than `launch` adds, so that this cannot be repeated."""
@@ -206,8 +219,10 @@ class Recording:
         Their shapes are not compared: the caller knows that the operation's are the same. Tensors
         may have more rows.
         """
+        if not self._is_repeatable or not self._launches:
+            return False
         # Triton compiles differently for addresses that are not multiples of 16 bytes.
-        return self._is_repeatable and all(
+        return all(
             tensor.stride() == stride and (tensor.data_ptr() - address) % 16 == 0
             for tensor, stride, address in zip(tensors, self._strides, self._addresses, strict=True)
         )
@@ -216,9 +231,16 @@ class Recording:
         """Launch everything again. Pre-condition: `fits`."""
         addresses = [tensor.data_ptr() for tensor in tensors]
         for launcher, arguments, places in self._launches:
-            for index, which in places:
-                arguments[index] = addresses[which]
+            for index, which, num_bytes in places:
+                arguments[index] = addresses[which] + num_bytes
             launcher(*arguments)
+
+
+def _first_row_bytes(rows: torch.Tensor) -> int:
+    """How long the first row of a tensor is; 0 if it is a vector, or its rows have gaps."""
+    if rows.dim() < 2 or not len(rows) or not rows[0].is_contiguous():
+        return 0
+    return rows[0].numel() * rows.itemsize
 
 
 class _Recorded(threading.local):

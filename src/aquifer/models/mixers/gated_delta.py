@@ -129,6 +129,8 @@ class GatedDeltaLayer:
         self._norm = tensors[f"{name}norm.weight"]
         self._scale = of.key_dim**-0.5
         self.out_columns = of.width
+        self.kind = of
+        self.weights = [self._conv, self._a_log, self._dt_bias]
 
     def recur(self, product: torch.Tensor, kv: KVView) -> torch.Tensor:
         """See `MixerLayer.recur`."""

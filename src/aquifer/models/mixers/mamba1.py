@@ -142,6 +142,8 @@ class Mamba1Layer:
                     weight = torch.ones_like(self._x_proj[:columns, 0])
                 self._norms.append(NormWeights(weight, None, of.norm_eps))
         self.out_columns = of.width
+        self.kind = of
+        self.weights = None  # there are products between the convolution and the recurrence
 
     def recur(self, product: torch.Tensor, kv: KVView) -> torch.Tensor:
         """See `MixerLayer.recur`."""

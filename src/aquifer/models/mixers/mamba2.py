@@ -176,6 +176,9 @@ class Mamba2Layer:
         self._dt_bias = tensors[f"{name}dt_bias"]
         self._norm = tensors.get(f"{name}norm.weight")
         self.out_columns = of.width
+        self.kind = of
+        own = self._conv, self._conv_bias, self._a_log, self._d, self._dt_bias
+        self.weights = [each for each in own if each is not None]
 
     def recur(self, product: torch.Tensor, kv: KVView) -> torch.Tensor:
         """See `MixerLayer.recur`. Without a norm, the result is gated already."""
