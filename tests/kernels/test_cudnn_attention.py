@@ -18,6 +18,7 @@ from aquifer.kernels.cudnn_attention import (
     CALL_KEYS,
     MAX_MERGED,
     calls_of,
+    has_own_plans,
     key_parts,
     keys_of,
     merge,
@@ -128,11 +129,9 @@ def test_which_chunks_share_a_call() -> None:
     offsets = [*itertools.accumulate(counts, initial=9)]
     keys = [keys_of(*chunk) for chunk in zip(starts, counts, strict=True)]
 
-    def calls(window_tokens: int | None, max_batch_stride: int) -> list[tuple[int, ...]]:
-        return [
-            (call.first_row, call.slot, call.keys, call.count, call.num_seqs)
-            for call in calls_of(slots, starts, offsets, keys, window_tokens, max_batch_stride)
-        ]
+    def calls(window_tokens: int | None, is_batchable: bool = True) -> list[tuple[int, ...]]:
+        found = calls_of(slots, starts, offsets, keys, window_tokens, is_batchable=is_batchable)
+        return [(call.first_row, call.slot, call.keys, call.count, call.num_seqs) for call in found]
 
     far = [
         (9, 4, 512, 512, 1),
@@ -148,12 +147,22 @@ def test_which_chunks_share_a_call() -> None:
         (5629, 15, 512, 512, 1),
     ]
     near = [(9, 4, 512, 512, 2), *far[2:]]
-    assert calls(None, 1 << 31) == near
-    assert calls(None, 1 << 32) == far
-    assert calls(8704, 1 << 31) == near
-    beyond = [call[2] for call in calls(8703, 1 << 31)]
+    assert calls(None) == near
+    assert calls(None, is_batchable=False) == far
+    assert calls(8704) == near
+    beyond = [call[2] for call in calls(8703)]
     assert beyond == [0 if call[2] == 8704 else call[2] for call in near]
-    assert calls(511, 1 << 31) == [(*call[:2], 0, *call[3:]) for call in far]
+    assert calls(511) == [(*call[:2], 0, *call[3:]) for call in far]
+
+
+def test_a_plan_is_for_one_stride_from_slot_to_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cudnn_attention, "_batch_strides", {})
+    long = 11 << 29  # its lowest 32 bits are 3 << 29
+    assert has_own_plans(long, long)
+    assert has_own_plans(1 << 20, long)
+    assert not has_own_plans(3 << 29)
+    assert not has_own_plans(long, 3 << 29)
+    assert has_own_plans(long)
 
 
 CHUNKS = [(0, 16), (0, 24), (32, 32), (8, 8), (32, 34), (70, 16), (0, 17), (64, 40), (70, 9)]

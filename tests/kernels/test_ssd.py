@@ -18,7 +18,12 @@ from tests.kernels.recurrent_cases import (
 
 from aquifer.kernels.prefill_attention import PrefillSpans
 from aquifer.kernels.ssd import scan_chunks, scan_chunks_reference
-from aquifer.kernels.ssd_update import Pending, state_update, state_update_reference
+from aquifer.kernels.ssd_update import (
+    Pending,
+    heads_at_a_time,
+    state_update,
+    state_update_reference,
+)
 
 MAX_ERROR = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 CHUNKS = [scan_chunks, scan_chunks_reference]
@@ -353,3 +358,47 @@ def test_gated_updates(device, operation, dtype, count):
     kept = slots >= 0
     assert out.isfinite().all()
     assert relative_error(out[kept], expected[kept]) < MAX_ERROR[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("operation", UPDATES)
+@pytest.mark.parametrize(("heads", "groups", "size"), [(6, 1, 16), (8, 2, 40)])
+def test_many_updates(device, operation, dtype, heads, groups, size):
+    """With so many rows a program updates several heads of a group, one after the other."""
+    count = 12
+    case = make_case(
+        device,
+        [(5 * index % 7, 1) for index in range(count)],
+        heads=heads,
+        groups=groups,
+        size=size,
+        dtype=dtype,
+        state_dtype=dtype,
+        places=4,
+    )
+    results, states = case.exact()
+    first = case.spans.offsets[0]
+    inputs = [
+        each[first : first + count] if each is not None and len(each) == len(case.x) else each
+        for each in case.inputs
+    ]
+    after, out = case.copy(), torch.full_like(case.x[:count], torch.nan)
+    slots, positions = case.spans.device_slots, case.spans.device_starts
+    operation(after.state, after.pending, *inputs, slots, positions, out, dt_limit=case.dt_limit)
+    assert relative_error(out, results) < MAX_ERROR[dtype]
+    ends = [start + 1 for start in case.spans.starts]
+    assert relative_error(after.full_states(case.spans.slots, ends), states) < MAX_ERROR[dtype]
+
+
+@pytest.mark.parametrize(
+    ("num_programs", "heads"),
+    [
+        (256 * 4, 24),  # all heads at once, and the device is full
+        (192 * 4, 6),  # with 12 or 24, a quarter of the last wave would be empty
+        (128 * 4, 12),
+        (32 * 4, 3),
+        (4, 1),  # however they are divided, most of the device is idle
+    ],
+)
+def test_heads_fill_the_device(num_programs, heads):
+    assert heads_at_a_time(24, num_programs, 8 * 132) == heads

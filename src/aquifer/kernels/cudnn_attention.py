@@ -163,7 +163,8 @@ def calls_of(
     offsets: Sequence[int],
     keys: Sequence[int],
     window_tokens: int | None,
-    max_batch_stride: int,
+    *,
+    is_batchable: bool,
 ) -> Iterator[Call]:
     """Group the chunks of a step; those that cuDNN can take together are one call.
 
@@ -173,11 +174,8 @@ def calls_of(
         offsets: [n + 1], its rows.
         keys: [n], see `keys_of`.
         window_tokens: as in `prefill_attention`; a chunk is cuDNN's only if its window has all.
-        max_batch_stride: elements from one slot to the next.
+        is_batchable: whether several slots may be in one call, see `has_own_plans`.
     """
-    # PyTorch caches cuDNN's plans by strides truncated to 32 bits. The stride from slot to slot may
-    # be longer, and two models could then share a plan that is valid for only one of them.
-    is_batchable = max_batch_stride < 1 << 32
     pending: Call | None = None
     rows = itertools.pairwise(offsets)
     for slot, start, (begin, end), taken in zip(slots, starts, rows, keys, strict=True):
@@ -199,6 +197,19 @@ def calls_of(
         pending = Call(first_row, slot - num_before, start, count, num_before + 1, num_keys)
     if pending is not None:
         yield pending
+
+
+_batch_strides: dict[int, int] = {}
+"""The strides from slot to slot that calls have had, by their lowest 32 bits."""
+
+
+def has_own_plans(*strides: int) -> bool:
+    """Whether cuDNN's plans for these strides from slot to slot are for no others.
+
+    PyTorch caches plans by strides truncated to 32 bits. The stride of long slots is longer, and
+    two models could share a plan that is valid for only one of them. So the first stride keeps it.
+    """
+    return all(_batch_strides.setdefault(each % (1 << 32), each) == each for each in strides)
 
 
 def cudnn_takes(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:

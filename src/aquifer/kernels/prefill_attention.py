@@ -55,6 +55,7 @@ from aquifer.kernels.cudnn_attention import (
     Call,
     calls_of,
     cudnn_takes,
+    has_own_plans,
     keys_of,
     run_cudnn,
     run_cudnn_once,
@@ -250,8 +251,8 @@ def prefill_attention(
     calls: list[Call] = []
     if takes_cudnn:
         places = spans.slots, spans.starts, spans.offsets, spans.cudnn_keys
-        batch_stride = max(keys.stride(0), values.stride(0))
-        calls = list(calls_of(*places, window_tokens, batch_stride))
+        is_batchable = has_own_plans(keys.stride(0), values.stride(0))
+        calls = list(calls_of(*places, window_tokens, is_batchable=is_batchable))
         may_be_new = out is None or not in_place
         if may_be_new and len(calls) == 1 and calls[0].is_whole and calls[0].start == 0:
             (call,) = calls

@@ -31,6 +31,7 @@ from aquifer.kernels._triton import (
     MIN_DOT,
     await_predecessor,
     constexpr,
+    count_multiprocessors,
     jit,
     jit_once,
     launch,
@@ -47,22 +48,29 @@ from aquifer.kernels.span_chunks import read_states, wide_dtype
 
 @dataclass(frozen=True, slots=True)
 class _Config:
-    """A program's share of the work."""
+    """A program's share of the work, and how it is done."""
 
-    tile: int  # numbers of the state that it reads
-    loaded: int  # numbers that it reads at a time
+    tile: int  # numbers of the state of a head
     written: int  # numbers that it writes at a time
     num_warps: int
-    num_stages: int  # one less is how many times as many are on their way
+    num_stages: int  # the states of one head less are on their way while one is updated
     releases_early: bool
 
 
-_CONFIG = _Config(8192, 2048, 2048, 1, 3, releases_early=False)
-_FEW_CONFIG = _Config(4096, 4096, 4096, 2, 1, releases_early=True)
-"""Shares for many rows, and smaller ones with which few rows fill the device."""
+_CONFIG = _Config(8192, 2048, 1, 2, releases_early=False)
+_FEW_CONFIG = _Config(4096, 2048, 1, 1, releases_early=True)
+_ONE_CONFIG = _Config(4096, 4096, 4, 1, releases_early=True)
+"""By measurement on an H200, for many rows, for few and for one or two."""
 
-_FEW_ROWS = 8
-"""Up to so many rows are few."""
+_FEW_ROWS, _ONE_ROWS = 8, 2
+"""Up to so many rows are few: each head has programs of its own, as otherwise the device is not
+full."""
+
+_RESIDENT = 8
+"""Programs with many rows that an SM holds: 16-bit states take 25 KiB of its shared memory."""
+
+_COLUMNS = 8
+"""The least width of a matrix product; one column is used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,14 +245,23 @@ def state_update(
     num_rows, num_heads, head_dim = x.shape
     if not num_rows:
         return
-    size_pow2 = pow2(b.shape[2])
-    config = _FEW_CONFIG if num_rows <= _FEW_ROWS else _CONFIG
+    size_pow2 = pow2(b.shape[2], MIN_DOT)
+    num_groups = b.shape[1]
+    config, heads = _CONFIG, 1
+    if num_rows <= _FEW_ROWS:
+        config = _ONE_CONFIG if num_rows <= _ONE_ROWS else _FEW_CONFIG
     block = max(min(config.tile // size_pow2, pow2(head_dim)), MIN_DOT)
+    num_blocks = -(-head_dim // block)
+    if num_rows > _FEW_ROWS:
+        resident = _RESIDENT * count_multiprocessors(x.device)
+        heads = heads_at_a_time(
+            num_heads // num_groups, num_rows * num_groups * num_blocks, resident
+        )
     # A state of 16 bits is as exact as a product of 16 bits.
     is_narrow = state.dtype == x.dtype and x.dtype.itemsize == 2
     launch(
         _update_kernel,
-        (-(-head_dim // block), num_heads, num_rows),
+        (num_blocks, num_heads // heads, num_rows),
         state,
         pending.x,
         pending.b,
@@ -276,13 +293,13 @@ def state_update(
         head_dim=head_dim,
         size=b.shape[2],
         size_pow2=size_pow2,
-        heads_per_group=num_heads // b.shape[1],
+        heads_per_group=num_heads // num_groups,
+        heads=heads,
         num_places=pending.num_places,
-        places_pow2=pow2(pending.num_places),
         block=block,
-        n_block=min(size_pow2, max(config.loaded // block, 1)),
         n_written=max(min(size_pow2, config.written // block), MIN_DOT),
         dot_places=pow2(pending.num_places, MIN_DOT),
+        columns=_COLUMNS,
         is_narrow=is_narrow,
         precision="ieee" if x.dtype == torch.float32 else "tf32x3",
         num_stages=config.num_stages,
@@ -293,6 +310,26 @@ def state_update(
         num_warps=config.num_warps,
         **launch_options(x.device),
     )
+
+
+def heads_at_a_time(heads_per_group: int, num_programs: int, resident: int) -> int:
+    """How many heads of a group a program updates, one after the other.
+
+    The more they are, the less often it computes what they have in common. But programs should fill
+    the device to the end: it runs them in waves.
+
+    Args:
+        heads_per_group: heads of a group.
+        num_programs: programs that update all heads of a group.
+        resident: programs that the device runs at a time.
+    """
+
+    def fill(heads: int) -> float:
+        count = num_programs * (heads_per_group // heads)
+        return round(count / (-(-count // resident) * resident), 1)
+
+    divisors = [heads for heads in range(1, heads_per_group + 1) if heads_per_group % heads == 0]
+    return max(divisors, key=lambda heads: (fill(heads), heads))
 
 
 def check_inputs(
@@ -359,12 +396,12 @@ def _update_kernel(
     size: constexpr,
     size_pow2: constexpr,
     heads_per_group: constexpr,
+    heads: constexpr,
     num_places: constexpr,
-    places_pow2: constexpr,
     block: constexpr,
-    n_block: constexpr,
     n_written: constexpr,
     dot_places: constexpr,
+    columns: constexpr,
     is_narrow: constexpr,
     precision: constexpr,
     num_stages: constexpr,
@@ -374,134 +411,153 @@ def _update_kernel(
     releases_early: constexpr,
     overlaps: constexpr,
 ) -> None:
-    """A program computes `block` results of one head of one sequence, and updates their state."""
+    """A program computes `block` results of some heads of one sequence, and updates their states.
+
+    The heads are of one group. While the state of one is updated, that of the next is read.
+    """
     num_groups: constexpr = num_heads // heads_per_group
     dot_dtype: constexpr = x.dtype.element_ty if is_narrow else tl.float32
-    head = tl.program_id(1)
-    group = head // heads_per_group
+    # Places of one head are so many elements apart.
+    x_step: constexpr = num_heads * head_dim
+    b_step: constexpr = num_groups * size
+    first_head = tl.program_id(1) * heads
+    group = first_head // heads_per_group
     row = tl.program_id(2).to(tl.int64)
-    p = tl.program_id(0) * block + tl.arange(0, block)
-    rate = -tl.exp(tl.load(a_log + head).to(tl.float32))
-    skip = tl.load(d + head).to(tl.float32) if has_d else 0.0
-    bias = tl.load(dt_bias + head).to(tl.float32) if has_bias else 0.0
+    p_first = tl.program_id(0) * block
+    own_p = tl.arange(0, block)
+    p = p_first + own_p
+    n = tl.arange(0, size_pow2)
+    is_n = n < size
     await_predecessor(overlaps)
     if releases_early:
         release_successor(overlaps)
     slot = tl.load(slots + row)
     position = tl.load(positions + row)
-    count = count_pending(position, head, num_places)
-    # Not the count: of a sequence's first tokens, fewer are pending when it is a head's turn.
-    is_written = (turn_of(position, head, num_places) == num_places - 1) | (position == 0)
     own_place = (position % num_places).to(tl.int32)
     # Triton's interpreter has no mask of a vector and a number.
     is_kept = p < tl.where(slot >= 0, head_dim, 0)
     is_read = p < tl.where((slot >= 0) & (position > 0), head_dim, 0)
-    first = num_places - tl.where(slot >= 0, count, 0)
-
-    # Places of one head are so many elements apart.
-    x_step: constexpr = num_heads * head_dim
-    b_step: constexpr = num_groups * size
-    all_x = pending_x + slot * pending_x_stride + head * head_dim + p
+    # Tokens are in the order of their positions. The first is the row's own: what was in its place
+    # is pending for no head.
+    token = tl.arange(0, dot_places)
+    is_own = token == 0
+    places = (own_place + token) % num_places
+    is_other = (token > 0) & (token < tl.where(slot >= 0, num_places, 0))
     all_b = pending_b + slot * pending_b_stride + group * size
-    all_steps = pending_steps + slot * pending_steps_stride + head
-    own_state = state + slot * state_stride + (head * head_dim + p)[:, None] * size
     row_b = b + row * b_stride + group * size
-    row_c = c + row * c_stride + group * size
-    own_x = tl.load(x + row * x_stride + head * head_dim + p, mask=is_kept, other=0.0)
-    step = softplus(tl.load(dt + row * dt_stride + head).to(tl.float32) + bias)
-    step = tl.minimum(tl.maximum(step, least_step), most_step)
-    if has_gate:
-        own_gate = gate + row * gate_stride + head * head_dim + p
-        gates = tl.load(own_gate, mask=is_kept, other=0.0).to(tl.float32)
+    own_b = tl.load(row_b + n, mask=is_n, other=0.0)
+    own_c = tl.load(c + row * c_stride + group * size + n, mask=is_n, other=0.0)
+    # Matrix products are faster than sums, though all columns but one are 0.
+    wide_c = tl.where((tl.arange(0, columns) == 0)[None, :], own_c[:, None], 0.0)
+    own_score = tl.sum(own_b.to(tl.float32) * own_c.to(tl.float32), axis=0)
+    scores = tl.zeros([dot_places], tl.float32)
+    if heads > 1:
+        scores = _scores(all_b, places * b_step, is_other, n, is_n, wide_c, precision)
 
-    # All that is small is on its way before the state, and used after it. Tokens are in the order
-    # of their positions; the first one was in the row's own place, and is pending for no head.
-    other = tl.arange(0, places_pow2)
-    is_other = (other >= first) & (other < num_places)
-    places = (own_place + other) % num_places
-    all_n = tl.arange(0, size_pow2)
-    is_all = all_n < size
-    steps = tl.load(all_steps + places * num_heads, mask=is_other, other=0.0)
-    other_x = tl.load(
-        all_x[None, :] + places[:, None] * x_step,
-        mask=is_other[:, None] & is_kept[None, :],
-        other=0.0,
-    )
-    other_b = tl.load(
-        all_b + places[:, None] * b_step + all_n[None, :],
-        mask=is_other[:, None] & is_all[None, :],
-        other=0.0,
-    )
-    own_b = tl.load(row_b + all_n, mask=is_all, other=0.0)
-    own_c = tl.load(row_c + all_n, mask=is_all, other=0.0).to(tl.float32)
-    products = tl.zeros([block, n_block], tl.float32)
-    for n_first in tl.range(0, size, n_block, num_stages=num_stages):
-        n = n_first + tl.arange(0, n_block)
-        is_n = n < size
-        h = tl.load(own_state + n[None, :], mask=is_read[:, None] & is_n[None, :], other=0.0)
-        some_c = tl.load(row_c + n, mask=is_n, other=0.0).to(tl.float32)
-        products += h.to(tl.float32) * some_c[None, :]
-
-    weights, decay = _weigh(steps, step, rate)
-    is_pending = weights > 0
-    shared = tl.where(is_pending[:, None], other_b.to(tl.float32) * own_c[None, :], 0.0)
-    scores = weights * tl.sum(shared, axis=1)
-    own_score = step * tl.sum(own_b.to(tl.float32) * own_c, axis=0)
-    other_y = tl.where(is_pending[:, None], other_x.to(tl.float32) * scores[:, None], 0.0)
-    y = decay * tl.sum(products, axis=1) + tl.sum(other_y, axis=0)
-    y += (own_score + skip) * own_x.to(tl.float32)
-    if has_gate:
-        y *= gates * tl.sigmoid(gates)
-    # A row of padding has a result of 0.
-    y = tl.where(is_kept, y, 0.0)
-    own_out = out + row * out_stride + head * head_dim + p
-    tl.store(own_out, y.to(out.dtype.element_ty), mask=p < head_dim)
-
-    if is_written:
-        # The state is read a second time, from the L2 cache. A matrix product needs so many tokens,
-        # of which the first is the row's own.
-        added = tl.arange(0, dot_places)
-        is_own = added == 0
-        is_added = (added >= first) & (added < num_places)
-        added_places = (own_place + added) % num_places
-        added_steps = tl.load(all_steps + added_places * num_heads, mask=is_added, other=0.0)
-        added_weights, _ = _weigh(added_steps, step, rate)
-        is_added = added_weights > 0
-        added_x = tl.load(
-            all_x[None, :] + added_places[:, None] * x_step,
-            mask=is_added[:, None] & is_kept[None, :],
+    for head in tl.range(first_head, first_head + heads, num_stages=num_stages):
+        count = count_pending(position, head, num_places)
+        # Not the count: of a sequence's first tokens, fewer are pending when it is a head's turn.
+        is_written = (turn_of(position, head, num_places) == num_places - 1) | (position == 0)
+        own_state = state + slot * state_stride + (head * head_dim + p_first) * size
+        h = tl.load(
+            own_state + (own_p[:, None] * size + n[None, :]),
+            mask=is_read[:, None] & is_n[None, :],
             other=0.0,
         )
-        added_x = tl.where(is_own[:, None], own_x[None, :], added_x).to(tl.float32)
-        added_x *= tl.where(is_own, step, added_weights)[:, None]
-        added_x = tl.trans(added_x.to(dot_dtype))
-        for n_first in tl.range(0, size, n_written, num_stages=num_stages):
-            n = n_first + tl.arange(0, n_written)
-            is_n = n < size
-            h = tl.load(own_state + n[None, :], mask=is_read[:, None] & is_n[None, :], other=0.0)
-            added_b = tl.load(
-                all_b + added_places[:, None] * b_step + n[None, :],
-                mask=is_added[:, None] & is_n[None, :],
-                other=0.0,
-            )
-            some_b = tl.load(row_b + n, mask=is_n, other=0.0)
-            added_b = tl.where(is_own[:, None], some_b[None, :], added_b).to(dot_dtype)
-            new = decay * h.to(tl.float32)
-            new = tl.dot(added_x, added_b, new, input_precision=precision)
-            tl.store(
-                own_state + n[None, :],
-                new.to(state.dtype.element_ty),
-                mask=is_kept[:, None] & is_n[None, :],
-            )
-    else:
-        tl.store(all_x + own_place * x_step, own_x, mask=is_kept)
-    # One program of a head keeps the step, and one of a group keeps b. None reads that place now.
-    is_first = (tl.program_id(0) == 0) & (slot >= 0)
-    tl.store(all_steps + own_place * num_heads, tl.where(is_written, 0.0, step), mask=is_first)
-    is_kept_b = is_first & (head % heads_per_group == 0)
-    tl.store(all_b + own_place * b_step + all_n, own_b, mask=all_n < tl.where(is_kept_b, size, 0))
+        if heads == 1:  # while the state is on its way
+            scores = _scores(all_b, places * b_step, is_other, n, is_n, wide_c, precision)
+        is_counted = is_other & (token >= num_places - count)
+        all_steps = pending_steps + slot * pending_steps_stride + head
+        steps = tl.load(all_steps + places * num_heads, mask=is_counted, other=0.0)
+        all_x = pending_x + slot * pending_x_stride + head * head_dim + p
+        other_x = tl.load(
+            all_x[None, :] + places[:, None] * x_step,
+            mask=is_counted[:, None] & is_kept[None, :],
+            other=0.0,
+        )
+        own_x = tl.load(x + row * x_stride + head * head_dim + p, mask=is_kept, other=0.0)
+        bias = tl.load(dt_bias + head).to(tl.float32) if has_bias else 0.0
+        step = softplus(tl.load(dt + row * dt_stride + head).to(tl.float32) + bias)
+        step = tl.minimum(tl.maximum(step, least_step), most_step)
+        rate = -tl.exp(tl.load(a_log + head).to(tl.float32))
+        weights, decay = _weigh(steps, step, rate)
+        is_pending = weights > 0
+        weighed_x = tl.where(is_pending[:, None], other_x.to(tl.float32) * weights[:, None], 0.0)
+        products = tl.dot(h.to(dot_dtype), wide_c.to(dot_dtype), input_precision=precision)
+        y = decay * tl.sum(products, axis=1)
+        y += tl.sum(tl.where(is_pending[:, None], weighed_x * scores[:, None], 0.0), axis=0)
+        skip = tl.load(d + head).to(tl.float32) if has_d else 0.0
+        y += (step * own_score + skip) * own_x.to(tl.float32)
+        if has_gate:
+            own_gate = gate + row * gate_stride + head * head_dim + p
+            gates = tl.load(own_gate, mask=is_kept, other=0.0).to(tl.float32)
+            y *= gates * tl.sigmoid(gates)
+        # A row of padding has a result of 0.
+        y = tl.where(is_kept, y, 0.0)
+        own_out = out + row * out_stride + head * head_dim + p
+        tl.store(own_out, y.to(out.dtype.element_ty), mask=p < head_dim)
+
+        if is_written:
+            # The state is read a second time, from the L2 cache.
+            added_x = tl.where(is_own[:, None], own_x.to(tl.float32)[None, :] * step, weighed_x)
+            added_x = tl.trans(added_x.to(dot_dtype))
+            for n_first in tl.range(0, size, n_written):
+                some_n = n_first + tl.arange(0, n_written)
+                is_some = some_n < size
+                place = own_p[:, None] * size + some_n[None, :]
+                old = tl.load(
+                    own_state + place, mask=is_read[:, None] & is_some[None, :], other=0.0
+                )
+                added_b = tl.load(
+                    all_b + places[:, None] * b_step + some_n[None, :],
+                    mask=is_pending[:, None] & is_some[None, :],
+                    other=0.0,
+                )
+                some_b = tl.load(row_b + some_n, mask=is_some, other=0.0)
+                added_b = tl.where(is_own[:, None], some_b[None, :], added_b).to(dot_dtype)
+                new = decay * old.to(tl.float32)
+                new = tl.dot(added_x, added_b, new, input_precision=precision)
+                tl.store(
+                    own_state + place,
+                    new.to(state.dtype.element_ty),
+                    mask=is_kept[:, None] & is_some[None, :],
+                )
+        else:
+            tl.store(all_x + own_place * x_step, own_x, mask=is_kept)
+        # One program of a head keeps the step, and one of a group keeps b. None reads that place.
+        is_first = (tl.program_id(0) == 0) & (slot >= 0)
+        tl.store(all_steps + own_place * num_heads, tl.where(is_written, 0.0, step), mask=is_first)
+    is_kept_b = (tl.program_id(0) == 0) & (slot >= 0) & (first_head % heads_per_group == 0)
+    tl.store(all_b + own_place * b_step + n, own_b, mask=n < tl.where(is_kept_b, size, 0))
     if not releases_early:
         release_successor(overlaps)
+
+
+@jit
+def _scores(
+    all_b: tensor,
+    places: tensor,
+    is_read: tensor,
+    n: tensor,
+    is_n: tensor,
+    wide_c: tensor,
+    precision: constexpr,
+) -> tensor:
+    """c by the b of each token before the row's own, [tokens]; any bits where none is pending.
+
+    Args:
+        all_b: the first place of the sequence's group.
+        places: [tokens], elements from there.
+        is_read: [tokens], which to read.
+        n: [size_pow2], the numbers of b and of c.
+        is_n: [size_pow2], which of them there are.
+        wide_c: [size_pow2, columns], of which all but the first are 0.
+        precision: of the product.
+    """
+    other_b = tl.load(
+        all_b + places[:, None] + n[None, :], mask=is_read[:, None] & is_n[None, :], other=0.0
+    )
+    return tl.sum(tl.dot(other_b, wide_c, input_precision=precision), axis=1)
 
 
 @jit
