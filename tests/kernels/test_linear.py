@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from tests.cases import EVERY_KERNEL_CASE, covering
 
 from aquifer.kernels import _triton
+from aquifer.kernels._triton import MIN_DOT
 from aquifer.kernels.activation import silu_mul_reference
 from aquifer.kernels.linear import (
     MAX_TILE_TOKENS,
@@ -186,6 +187,36 @@ def test_norm_linear(
         assert error(result, exact) < 2 * MAX_ERROR[dtype]
 
 
+@pytest.mark.usefixtures("overlap")
+@pytest.mark.parametrize("dtype", list(MAX_ERROR), ids=str)
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize(("num_out", "num_in"), [(300, 64), (37, 100), (5, 1000)])
+@pytest.mark.parametrize("num_tokens", [0, 1, 3])
+def test_gated_norm_linear(
+    device: torch.device,
+    num_tokens: int,
+    num_out: int,
+    num_in: int,
+    has_bias: bool,
+    dtype: torch.dtype,
+) -> None:
+    random = Random(device, dtype, num_in)
+    delta, residual = random.rows(num_tokens, num_in), random.rows(num_tokens, num_in)
+    norm_weight, weight = random(num_in), random(2 * num_out, num_in)
+    bias = random(2 * num_out) if has_bias else None
+    total = residual.clone()
+    normed = add_rms_norm(delta, total, norm_weight, EPS)
+    exact = silu_mul_reference(exact_product(normed, weight, bias).to(dtype).double())
+
+    result, new_residual = norm_linear(delta, residual, norm_weight, EPS, weight, bias, gated=True)
+    assert result.shape == (num_tokens, num_out)
+    assert result.is_contiguous()
+    assert result.dtype == new_residual.dtype == dtype
+    assert torch.equal(new_residual, total)
+    if num_tokens:
+        assert error(result, exact) < 4 * MAX_ERROR[dtype]
+
+
 def test_norm_linear_leaves_one_row_of_the_stream_as_it_was(device: torch.device) -> None:
     """Other programs still read it while one stores the sum."""
     random = Random(device, torch.float32, 0)
@@ -228,17 +259,18 @@ def test_cuts_for_one_token(num_out: int, num_in: int) -> None:
     tile = best_tile(Shape(1, num_out, num_in))
     assert tile is not None
     assert tile.columns & (tile.columns - 1) == 0
-    assert tile.columns <= 1024
+    assert tile.columns < 2 * max(num_in, MIN_DOT)
+    assert tile.rows * tile.columns <= 64 * 32 * tile.num_warps  # numbers that a thread holds
     gated = gated_tile(num_out, num_in, 132)
     assert gated.columns & (gated.columns - 1) == 0
     assert gated.columns <= 1024 or num_in % gated.columns == 0
-    norm = norm_tile(num_in)
-    assert norm.columns >= num_in
-    num_tiles = -(-num_out // norm.rows)
-    num_programs = norm_programs(num_out, norm, 132)
-    assert num_programs <= num_tiles
-    assert num_programs * norm.num_warps <= 32 * 132
-    assert num_programs * -(-num_tiles // num_programs) - num_tiles < num_programs
+    for norm in (norm_tile(num_in), norm_tile(num_in, gated=True)):
+        assert norm.columns >= num_in
+        num_tiles = -(-num_out // norm.rows)
+        num_programs = norm_programs(num_out, norm, 132)
+        assert num_programs <= num_tiles
+        assert num_programs * norm.num_warps <= 32 * 132
+        assert num_programs * -(-num_tiles // num_programs) - num_tiles < num_programs
 
 
 @pytest.mark.parametrize("num_in", [8, 100, 896, 1024, 3072, 4096, 14336])

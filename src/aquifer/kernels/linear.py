@@ -13,7 +13,7 @@ into the L2 cache.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -80,7 +80,14 @@ class Tile:
 _SUM_TILE = Tile(4, 2048, 4)
 """Tiling of two products that are added, by measurement of Falcon-H1-7B (benchmarks/gpu)."""
 
-_VECTOR_TILES = (Tile(2, 1024, 4), Tile(1, 1024, 2), Tile(4, 512, 4), Tile(4, 1024, 8))
+_VECTOR_TILES = (
+    Tile(2, 1024, 4),
+    Tile(1, 1024, 2),
+    Tile(4, 512, 4),
+    Tile(4, 1024, 8),
+    Tile(2, 2048, 4),
+    Tile(2, 4096, 8),
+)
 _MATRIX_TILES = (
     Tile(16, 256, 2, 4),
     Tile(16, 512, 4, 3),
@@ -193,10 +200,12 @@ def norm_linear(
     eps: float,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
+    *,
+    gated: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add to the residual stream, normalise the sum, and multiply by a weight.
 
-    Rounded like `add_rms_norm` or `rms_norm`, followed by `linear`.
+    Rounded like `add_rms_norm` or `rms_norm`, followed by `linear`, and by `silu_mul` if `gated`.
 
     Args:
         delta: [tokens, in], the last layer's output; None to add nothing.
@@ -204,12 +213,13 @@ def norm_linear(
             use the returned one.
         norm_weight: [in].
         eps: added to the mean square.
-        weight: [out, in], contiguous.
-        bias: [out] or None.
+        weight: [out, in], contiguous; [2 out, in] if `gated`, gate before up.
+        bias: [out], or [2 out] if `gated`; or None.
+        gated: whether the gated activation of the product is wanted, not the product.
 
     Returns:
-        (rms_norm(residual + delta) @ weight.T + bias, [tokens, out] and contiguous,
-        residual + delta, [tokens, in]).
+        (rms_norm(residual + delta) @ weight.T + bias or its activation, [tokens, out] and
+        contiguous; residual + delta, [tokens, in]).
     """
     num_tokens, num_in = residual.shape
     if num_tokens != 1 or num_in > MAX_NORM_COLUMNS or not runs_triton(residual):
@@ -217,9 +227,10 @@ def norm_linear(
             normed = rms_norm(residual, norm_weight, eps)
         else:
             normed = add_rms_norm(delta, residual, norm_weight, eps)
-        return linear(normed, weight, bias), residual
-    num_out = len(weight)
-    assert weight.shape == (num_out, num_in)
+        product = linear(normed, weight, bias)
+        return silu_mul(product) if gated else product, residual
+    num_out = len(weight) // (2 if gated else 1)
+    assert weight.shape == ((2 if gated else 1) * num_out, num_in)
     assert weight.is_contiguous()
     assert residual.dtype == norm_weight.dtype == weight.dtype
     assert residual.stride(1) == 1
@@ -231,12 +242,13 @@ def norm_linear(
         assert delta.dtype == residual.dtype
         assert delta.stride(1) == 1
         total = residual.new_empty(1, num_in)
-    tile = norm_tile(num_in)
+    tile = norm_tile(num_in, gated=gated)
     num_programs = norm_programs(num_out, tile, count_multiprocessors(residual.device))
     _norm_vector_kernel[(num_programs,)](
         delta, residual, norm_weight, total, weight, bias, out, eps, num_out,
-        num_in=num_in, rows=tile.rows, columns=tile.columns, has_delta=delta is not None,
-        has_bias=bias is not None, num_warps=tile.num_warps, **launch_options(residual.device),
+        num_in=num_in, rows=tile.rows, columns=tile.columns, gated=gated,
+        has_delta=delta is not None, has_bias=bias is not None, num_warps=tile.num_warps,
+        **launch_options(residual.device),
     )  # fmt: skip
     return out, total
 
@@ -270,6 +282,9 @@ def best_tile(shape: Shape) -> Tile | None:
     included, with columns split where rows alone are too few to occupy the device.
     """
     if shape.tokens == 1:
+        if shape.in_ > 2 * shape.out:  # as in the last product of an MLP
+            tile = Tile(2, 4096, 8) if shape.out <= 2048 else Tile(2, 2048, 4)
+            return replace(tile, columns=min(pow2(shape.in_, MIN_DOT), tile.columns))
         rows = 4 if shape.in_ in _ROWS_OF_FOUR else 2
         return Tile(rows, min(pow2(shape.in_, MIN_DOT), 1024), 4)
     if shape.tokens > MAX_TILE_TOKENS:
@@ -282,11 +297,16 @@ def best_tile(shape: Shape) -> Tile | None:
     return Tile(64, 128, 4, num_stages, min(num_splits, -(-shape.in_ // 128)))
 
 
-def norm_tile(num_in: int) -> Tile:
-    """Tile of whole rows, so that the norm stays in registers: 16 KiB at 16 bits, or one row."""
+def norm_tile(num_in: int, *, gated: bool = False) -> Tile:
+    """Tile of whole rows, so that the norm stays in registers: 16 KiB at 16 bits, or one row.
+
+    With a gate, there is one of the gate's rows and one of those that these multiply. Together they
+    are as large for long rows, and half as large for others.
+    """
     columns = pow2(num_in, MIN_DOT)
     rows = min(max(8192 // columns, 1), 16)
-    return Tile(rows, columns, 4 if columns < 4096 else min(rows * columns // 1024, 16))
+    num_warps = 4 if columns < 4096 else min(rows * columns // 1024, 16)
+    return Tile(max(rows // 4, 1) if gated else rows, columns, num_warps)
 
 
 def norm_programs(num_out: int, tile: Tile, multiprocessors: int) -> int:
@@ -482,7 +502,10 @@ def _vector_kernel(
             w = next_w
             v = _input_tile(y, start + column, num_other, False)
     sums += w.to(tl.float32) * v
-    _store_rows(out, bias, tl.sum(sums, axis=1), row, inside, has_bias)
+    total = tl.sum(sums, axis=1)
+    if has_bias:
+        total += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row, total.to(out.dtype.element_ty), mask=inside)
 
 
 @jit
@@ -501,21 +524,17 @@ def _input_tile(x: tensor, place: tensor, num_in: constexpr, gated: constexpr) -
     """Load [1, columns] float32 of x, or of the activation of its halves, rounded as `silu_mul`."""
     within = place < num_in
     v = tl.load(x + place, mask=within, other=0.0)
-    wide = v.to(tl.float32)
     if gated:
-        up = tl.load(x + num_in + place, mask=within, other=0.0)
-        activated = (wide * tl.sigmoid(wide)).to(v.dtype)
-        wide = (activated.to(tl.float32) * up.to(tl.float32)).to(v.dtype).to(tl.float32)
-    return wide
+        v = _activated(v, tl.load(x + num_in + place, mask=within, other=0.0))
+    return v.to(tl.float32)
 
 
 @jit
-def _store_rows(
-    out: tensor, bias: tensor, total: tensor, row: tensor, inside: tensor, has_bias: constexpr
-) -> None:
-    if has_bias:
-        total += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row, total.to(out.dtype.element_ty), mask=inside)
+def _activated(gate: tensor, up: tensor) -> tensor:
+    """silu(gate) * up, rounded as `silu_mul`."""
+    wide = gate.to(tl.float32)
+    silu = (wide * tl.sigmoid(wide)).to(gate.dtype)
+    return (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
 
 
 @jit
@@ -532,6 +551,7 @@ def _norm_vector_kernel(
     num_in: constexpr,
     rows: constexpr,
     columns: constexpr,
+    gated: constexpr,
     has_delta: constexpr,
     has_bias: constexpr,
     overlaps: constexpr,
@@ -544,6 +564,9 @@ def _norm_vector_kernel(
     row = first + tl.arange(0, rows)
     weight_rows = weight + row.to(tl.int64)[:, None] * num_in
     w = _weight_tile(weight_rows, column[None, :], row < num_out, num_in, columns)
+    if gated:  # the rows that those of the gate multiply
+        up_rows = weight + (row.to(tl.int64) + num_out)[:, None] * num_in
+        u = _weight_tile(up_rows, column[None, :], row < num_out, num_in, columns)
     scales = tl.load(norm_weight + column, mask=within, other=0.0)
     await_predecessor(overlaps)
     release_successor(overlaps)
@@ -558,9 +581,22 @@ def _norm_vector_kernel(
         next_row = start + step + tl.arange(0, rows)
         weight_rows = weight + next_row.to(tl.int64)[:, None] * num_in
         next_w = _weight_tile(weight_rows, column[None, :], next_row < num_out, num_in, columns)
+        if gated:
+            up_rows = weight + (next_row.to(tl.int64) + num_out)[:, None] * num_in
+            next_u = _weight_tile(up_rows, column[None, :], next_row < num_out, num_in, columns)
         row = start + tl.arange(0, rows)
+        inside = row < num_out
         sums = tl.sum(w.to(tl.float32) * v, axis=1)
-        _store_rows(out, bias, sums, row, row < num_out, has_bias)
+        if has_bias:
+            sums += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
+        sums = sums.to(out.dtype.element_ty)
+        if gated:
+            ups = tl.sum(u.to(tl.float32) * v, axis=1)
+            if has_bias:
+                ups += tl.load(bias + num_out + row, mask=inside, other=0.0).to(tl.float32)
+            sums = _activated(sums, ups.to(sums.dtype))
+            u = next_u
+        tl.store(out + row, sums, mask=inside)
         w = next_w
 
 

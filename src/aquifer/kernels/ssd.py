@@ -67,7 +67,7 @@ class _Config:
     num_stages: int
 
 
-_ADDED = _Config(128, 256, 8, 1)
+_ADDED = _Config(128, 128, 4, 1)
 _OUT, _OUT_TOKENS = _Config(128, 64, 8, 3), 64
 _PASS_TILE, _PASS_WARPS = 1024, 4
 _SCORE_NUMBERS = 64  # of b and c that are in shared memory at a time, for c[l] . b[s]

@@ -48,10 +48,15 @@ def _rounded(number: float, dtype: torch.dtype) -> float:
     return float(torch.tensor(number, dtype=dtype, device="cpu").item())
 
 
+def _is_silu_gated(of: Mlp | Experts | None) -> bool:
+    """Whether the activation of an MLP is `silu_mul`, which is fused with a product."""
+    return of is not None and of.activation == "silu" and of.is_gated
+
+
 def _down(down: Linear, up: torch.Tensor, of: Mlp | Experts | None) -> torch.Tensor:
     """The second half of an MLP: activation and the last product."""
     assert of is not None
-    if of.activation == "silu" and of.is_gated:
+    if _is_silu_gated(of):
         return silu_linear(up, down.weight, down.bias)
     return down(activate(up, of.activation, is_gated=of.is_gated))
 
@@ -195,8 +200,10 @@ class Decoder:
             self._add(stream, layer.after_mlp, self._mixture(layer, layer.experts, normed, stream))
         elif layer.mlp is not None:
             up, down = layer.mlp
-            product = stream.norm_linear(layer.before_mlp, up)
-            self._add(stream, layer.after_mlp, [_down(down, product, self._spec.mlp)])
+            gated = _is_silu_gated(self._spec.mlp)
+            product = stream.norm_linear(layer.before_mlp, up, gated=gated)
+            result = down(product) if gated else _down(down, product, self._spec.mlp)
+            self._add(stream, layer.after_mlp, [result])
 
     def _add(
         self, stream: Stream, after: NormWeights | None, partials: Sequence[torch.Tensor]

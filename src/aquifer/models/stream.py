@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from aquifer.kernels.activation import silu_mul
 from aquifer.kernels.linear import norm_linear
 from aquifer.kernels.norm import NormWeights, add_norm
 from aquifer.models.base import Wanted
@@ -44,16 +45,19 @@ class Stream:
         self.deltas, self.after = (), None
         return normed
 
-    def norm_linear(self, norm: NormWeights | None, matrix: Linear) -> torch.Tensor:
-        """The product of the normed stream and a matrix."""
+    def norm_linear(
+        self, norm: NormWeights | None, matrix: Linear, *, gated: bool = False
+    ) -> torch.Tensor:
+        """The product of the normed stream and a matrix; with a gate, `silu_mul` of that."""
         is_plain = norm is not None and norm.is_plain_rms and len(self.deltas) <= 1
         is_scaled = bool(self.deltas) and self.scale != 1.0
         if not is_plain or self.after is not None or is_scaled:
-            return matrix(self.normed(norm))
+            product = matrix(self.normed(norm))
+            return silu_mul(product) if gated else product
         assert norm is not None
         delta = self.deltas[0] if self.deltas else None
         product, self.residual = norm_linear(
-            delta, self.residual, norm.weight, norm.eps, matrix.weight, matrix.bias
+            delta, self.residual, norm.weight, norm.eps, matrix.weight, matrix.bias, gated=gated
         )
         self.deltas = ()
         return product
