@@ -289,12 +289,13 @@ def state_update(
         out.stride(0),
         dt_limit[0],
         dt_limit[1],
+        heads,
         num_heads=num_heads,
         head_dim=head_dim,
         size=b.shape[2],
         size_pow2=size_pow2,
         heads_per_group=num_heads // num_groups,
-        heads=heads,
+        is_alone=num_rows <= _FEW_ROWS,
         num_places=pending.num_places,
         block=block,
         n_written=max(min(size_pow2, config.written // block), MIN_DOT),
@@ -362,7 +363,7 @@ def check_inputs(
         assert each is None or (each.shape == (num_heads,) and each.is_contiguous())
 
 
-@jit_once(indices=["slots", "positions", "x", "dt", "b", "c", "gate"])
+@jit_once(counts=["heads"], indices=["slots", "positions", "x", "dt", "b", "c", "gate"])
 def _update_kernel(
     state: tensor,
     pending_x: tensor,
@@ -391,12 +392,13 @@ def _update_kernel(
     out_stride: tensor,
     least_step: tensor,
     most_step: tensor,
+    heads: tensor,
     num_heads: constexpr,
     head_dim: constexpr,
     size: constexpr,
     size_pow2: constexpr,
     heads_per_group: constexpr,
-    heads: constexpr,
+    is_alone: constexpr,
     num_places: constexpr,
     block: constexpr,
     n_written: constexpr,
@@ -414,6 +416,7 @@ def _update_kernel(
     """A program computes `block` results of some heads of one sequence, and updates their states.
 
     The heads are of one group. While the state of one is updated, that of the next is read.
+    `is_alone` is for one head.
     """
     num_groups: constexpr = num_heads // heads_per_group
     dot_dtype: constexpr = x.dtype.element_ty if is_narrow else tl.float32
@@ -451,7 +454,7 @@ def _update_kernel(
     wide_c = tl.where((tl.arange(0, columns) == 0)[None, :], own_c[:, None], 0.0)
     own_score = tl.sum(own_b.to(tl.float32) * own_c.to(tl.float32), axis=0)
     scores = tl.zeros([dot_places], tl.float32)
-    if heads > 1:
+    if not is_alone:
         scores = _scores(all_b, places * b_step, is_other, n, is_n, wide_c, precision)
 
     for head in tl.range(first_head, first_head + heads, num_stages=num_stages):
@@ -464,7 +467,7 @@ def _update_kernel(
             mask=is_read[:, None] & is_n[None, :],
             other=0.0,
         )
-        if heads == 1:  # while the state is on its way
+        if is_alone:  # while the state is on its way
             scores = _scores(all_b, places * b_step, is_other, n, is_n, wide_c, precision)
         is_counted = is_other & (token >= num_places - count)
         all_steps = pending_steps + slot * pending_steps_stride + head
