@@ -394,11 +394,20 @@ def test_many_updates(device, operation, dtype, heads, groups, size):
     ("num_programs", "heads"),
     [
         (256 * 4, 24),  # all heads at once, and the device is full
-        (192 * 4, 6),  # with 12 or 24, a quarter of the last wave would be empty
-        (128 * 4, 12),
+        (300 * 4, 6),  # of two waves of these, the second would be nearly empty
+        (500 * 4, 24),  # both are full
+        (192 * 4, 6),  # a quarter of the device would be idle
+        (64 * 4, 6),
         (32 * 4, 3),
-        (4, 1),  # however they are divided, most of the device is idle
+        (4, 3),
     ],
 )
 def test_heads_fill_the_device(num_programs, heads):
     assert heads_at_a_time(24, num_programs, 8 * 132) == heads
+
+
+def test_heads_are_a_part_of_their_group():
+    for heads_per_group in range(1, 130):
+        for num_programs in (1, 10, 100, 1000, 10_000):
+            heads = heads_at_a_time(heads_per_group, num_programs, 8 * 132)
+            assert heads_per_group % heads == 0

@@ -22,6 +22,7 @@ Shapes as in `ssd.py`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -68,6 +69,9 @@ full."""
 
 _RESIDENT = 8
 """Programs with many rows that an SM holds: 16-bit states take 25 KiB of its shared memory."""
+
+_LEAST_FILL = 0.85
+"""The least part of the device that programs with many heads must fill."""
 
 _COLUMNS = 8
 """The least width of a matrix product; one column is used."""
@@ -289,12 +293,12 @@ def state_update(
         out.stride(0),
         dt_limit[0],
         dt_limit[1],
-        heads,
         num_heads=num_heads,
         head_dim=head_dim,
         size=b.shape[2],
         size_pow2=size_pow2,
         heads_per_group=num_heads // num_groups,
+        heads=heads,
         is_alone=num_rows <= _FEW_ROWS,
         num_places=pending.num_places,
         block=block,
@@ -317,20 +321,22 @@ def heads_at_a_time(heads_per_group: int, num_programs: int, resident: int) -> i
     """How many heads of a group a program updates, one after the other.
 
     The more they are, the less often it computes what they have in common. But programs should fill
-    the device to the end: it runs them in waves.
+    the device to the end: it runs them in waves. There are three choices, each a kernel to compile:
+    all heads, up to six, or up to three.
 
     Args:
         heads_per_group: heads of a group.
         num_programs: programs that update all heads of a group.
         resident: programs that the device runs at a time.
     """
-
-    def fill(heads: int) -> float:
-        count = num_programs * (heads_per_group // heads)
-        return round(count / (-(-count // resident) * resident), 1)
-
-    divisors = [heads for heads in range(1, heads_per_group + 1) if heads_per_group % heads == 0]
-    return max(divisors, key=lambda heads: (fill(heads), heads))
+    waves = num_programs / resident
+    if waves >= _LEAST_FILL * math.ceil(waves):
+        return heads_per_group
+    several, few = (
+        max(heads for heads in range(1, most + 1) if heads_per_group % heads == 0)
+        for most in (6, 3)
+    )
+    return several if waves * (heads_per_group // several) >= _LEAST_FILL else few
 
 
 def check_inputs(
@@ -363,7 +369,7 @@ def check_inputs(
         assert each is None or (each.shape == (num_heads,) and each.is_contiguous())
 
 
-@jit_once(counts=["heads"], indices=["slots", "positions", "x", "dt", "b", "c", "gate"])
+@jit_once(indices=["slots", "positions", "x", "dt", "b", "c", "gate"])
 def _update_kernel(
     state: tensor,
     pending_x: tensor,
@@ -392,12 +398,12 @@ def _update_kernel(
     out_stride: tensor,
     least_step: tensor,
     most_step: tensor,
-    heads: tensor,
     num_heads: constexpr,
     head_dim: constexpr,
     size: constexpr,
     size_pow2: constexpr,
     heads_per_group: constexpr,
+    heads: constexpr,
     is_alone: constexpr,
     num_places: constexpr,
     block: constexpr,
