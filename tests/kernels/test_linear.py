@@ -156,6 +156,7 @@ def test_sums_of_several_programs_are_always_the_same(device: torch.device) -> N
 @pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("has_delta", [False, True], ids=["first", "later"])
 @pytest.mark.parametrize(("num_out", "num_in"), [(300, 64), (37, 100), (5, 1000)])
+@pytest.mark.parametrize("gated", [False, True], ids=["product", "gated"])
 @pytest.mark.parametrize("num_tokens", [0, 1, 3])
 def test_norm_linear(
     device: torch.device,
@@ -164,57 +165,31 @@ def test_norm_linear(
     num_in: int,
     has_delta: bool,
     has_bias: bool,
+    gated: bool,
     dtype: torch.dtype,
 ) -> None:
     random = Random(device, dtype, num_in)
     residual, norm_weight = random.rows(num_tokens, num_in), random(num_in)
     delta = random.rows(num_tokens, num_in) if has_delta else None
-    weight, bias = random(num_out, num_in), random(num_out) if has_bias else None
+    num_rows = 2 * num_out if gated else num_out
+    weight, bias = random(num_rows, num_in), random(num_rows) if has_bias else None
     total = residual.clone()
     if delta is None:
         normed = rms_norm(total, norm_weight, EPS)
     else:
         normed = add_rms_norm(delta, total, norm_weight, EPS)
     exact = exact_product(normed, weight, bias)
+    if gated:
+        exact = silu_mul_reference(exact.to(dtype).double())
 
-    result, new_residual = norm_linear(delta, residual, norm_weight, EPS, weight, bias)
+    result, new_residual = norm_linear(delta, residual, norm_weight, EPS, weight, bias, gated=gated)
     assert result.shape == (num_tokens, num_out)
     assert result.is_contiguous()
     assert result.dtype == new_residual.dtype == dtype
     assert torch.equal(new_residual, total)
     if num_tokens:
         # A last bit of the norm may differ, as its sum is in another order.
-        assert error(result, exact) < 2 * MAX_ERROR[dtype]
-
-
-@pytest.mark.usefixtures("overlap")
-@pytest.mark.parametrize("dtype", list(MAX_ERROR), ids=str)
-@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
-@pytest.mark.parametrize(("num_out", "num_in"), [(300, 64), (37, 100), (5, 1000)])
-@pytest.mark.parametrize("num_tokens", [0, 1, 3])
-def test_gated_norm_linear(
-    device: torch.device,
-    num_tokens: int,
-    num_out: int,
-    num_in: int,
-    has_bias: bool,
-    dtype: torch.dtype,
-) -> None:
-    random = Random(device, dtype, num_in)
-    delta, residual = random.rows(num_tokens, num_in), random.rows(num_tokens, num_in)
-    norm_weight, weight = random(num_in), random(2 * num_out, num_in)
-    bias = random(2 * num_out) if has_bias else None
-    total = residual.clone()
-    normed = add_rms_norm(delta, total, norm_weight, EPS)
-    exact = silu_mul_reference(exact_product(normed, weight, bias).to(dtype).double())
-
-    result, new_residual = norm_linear(delta, residual, norm_weight, EPS, weight, bias, gated=True)
-    assert result.shape == (num_tokens, num_out)
-    assert result.is_contiguous()
-    assert result.dtype == new_residual.dtype == dtype
-    assert torch.equal(new_residual, total)
-    if num_tokens:
-        assert error(result, exact) < 4 * MAX_ERROR[dtype]
+        assert error(result, exact) < (4 if gated else 2) * MAX_ERROR[dtype]
 
 
 def test_norm_linear_leaves_one_row_of_the_stream_as_it_was(device: torch.device) -> None:
