@@ -126,6 +126,43 @@ def test_tiles(
 
 
 @pytest.mark.usefixtures("overlap")
+@pytest.mark.parametrize(
+    ("tokens", "has_bias", "shape"),
+    covering(
+        [
+            (count, dtype)
+            for count in (0, 1, 3, 17, 70)
+            for dtype in MAX_ERROR
+            if dtype is not torch.bfloat16 or torch.cuda.is_available()
+        ],
+        (False, True),
+        [(64, 64), (37, 40), (16, 100)],
+        strength=2,
+        every=EVERY_KERNEL_CASE,
+    ),
+    ids=str,
+)
+def test_gated_tiles(
+    device: torch.device, tokens: tuple[int, torch.dtype], has_bias: bool, shape: tuple[int, int]
+) -> None:
+    (num_tokens, dtype), (num_out, num_in) = tokens, shape
+    random = Random(device, dtype, num_out)
+    x, weight = random.rows(num_tokens, num_in), random(2 * num_out, num_in)
+    bias = random(2 * num_out) if has_bias else None
+    exact = silu_mul_reference(exact_product(x, weight, bias).to(dtype).double())
+    own = best_tile(Shape(num_tokens, 2 * num_out, num_in), gated=True)
+    is_own = num_tokens > 1 and (device.type != "cuda" or dtype != torch.float32)
+    for tile in (None, *(SMALL_TILES[3] if num_tokens > 1 else ()), own if is_own else None):
+        for _ in range(1 if tile is None else 2):  # the counters of the first call are 0 again
+            result = linear(x, weight, bias, tile, gated=True)
+            assert result.shape == (num_tokens, num_out)
+            assert result.is_contiguous()
+            assert result.dtype == dtype
+            if num_tokens:
+                assert error(result, exact) < 2 * MAX_ERROR[dtype], tile
+
+
+@pytest.mark.usefixtures("overlap")
 @pytest.mark.parametrize("num_tokens", [1, 3, 40])
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
@@ -258,10 +295,25 @@ def test_cuts_for_few_tokens(num_out: int, num_in: int) -> None:
     assert tile.num_splits == 1 or -(-num_out // tile.rows) * tile.num_splits <= 2 * 132
 
 
-def test_no_tiles_for_many_tokens() -> None:
-    shape = Shape(MAX_TILE_TOKENS + 1, 64, 64)
-    assert not tiles(shape)
-    assert best_tile(shape) is None
+@pytest.mark.parametrize("gated", [False, True], ids=["product", "gated"])
+@pytest.mark.parametrize("num_tokens", [65, 128, 192, 256])
+@pytest.mark.parametrize("num_in", [8, 896, 1024, 2048, 3072, 4864])
+@pytest.mark.parametrize("num_out", [2, 1024, 1152, 4096, 6144, 9728])
+def test_cuts_for_many_tokens(num_out: int, num_in: int, num_tokens: int, gated: bool) -> None:
+    """All programs run at once, and each has columns."""
+    tile = best_tile(Shape(num_tokens, num_out, num_in), gated=gated)
+    if tile is not None:
+        num_programs = -(-num_out // tile.rows) * -(-num_tokens // tile.tokens) * tile.num_splits
+        assert num_programs <= 132
+        assert tile.num_splits <= -(-num_in // tile.columns)
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["product", "gated"])
+def test_no_tiles_for_many_tokens_or_large_weights(gated: bool) -> None:
+    assert not tiles(Shape(MAX_TILE_TOKENS + 1, 64, 64))
+    assert best_tile(Shape(257, 64, 64), gated=gated) is None
+    assert best_tile(Shape(128, 28672, 4096), gated=gated) is None
+    assert best_tile(Shape(256, 4096, 1024)) is None
 
 
 @pytest.mark.gpu  # for graphs are CUDA's

@@ -2,8 +2,9 @@
 
 On a GPU such a product is bound by the bandwidth at which its weight is read. cuBLAS, tuned for
 larger products, leaves bandwidth unused where the matrix is small. So there are kernels for one
-token, which can fuse the norm or the activation before the product, and for up to
-`MAX_TILE_TOKENS`. `best_tile` chooses; benchmarks/gpu/small_kernels.py measures the candidates.
+token, which can fuse the norm or the activation before the product, and for several, which can
+compute a gated activation of it. They are used for up to `MAX_TILE_TOKENS`, and of small weights
+for up to `_MAX_TOKENS`. `best_tile` chooses; benchmarks/gpu/small_kernels.py measures candidates.
 
 The kernels overlap with their neighbours, see `_triton.py`. Before they wait, those for one token
 load the first tile of the weight into registers, and those for several have the first ones fetched
@@ -41,12 +42,23 @@ from aquifer.kernels.norm import _normalised, add_rms_norm, rms_norm
 _MAX_VECTORS = 4
 _MAX_SMALL_VECTORS, _SMALL_BYTES = 8, 2 << 20
 _MAX_TOKENS = 256
+"""Tokens up to which small weights have kernels of their own, and are split on a CPU."""
 
-MAX_TILE_TOKENS = 32
-"""Products of more tokens are as much compute-bound as memory-bound, and use cuBLAS."""
+MAX_TILE_TOKENS = 64
+"""Products of more tokens are as much compute-bound as memory-bound: those of large weights use
+cuBLAS."""
 
 MAX_NORM_COLUMNS = 16384
 """The widest row that a program normalises in registers."""
+
+_WAVE = 128
+"""Programs of more than `MAX_TILE_TOKENS` tokens that run at once, one on each of 132 SMs."""
+
+_WAVE_PRODUCTS = 1 << 23
+"""A program of so many products takes as long as cuBLAS; measured."""
+
+_GATED_COLUMNS = 2048
+"""Up to this many columns, a gated product of a single wave is faster than cuBLAS; measured."""
 
 _ROWS_OF_FOUR = (1024, 3072)
 """Columns of a weight of which four rows at once are faster than two, for one token; measured."""
@@ -108,30 +120,35 @@ def linear(
     tile: Tile | None = None,
     *,
     out_dtype: torch.dtype | None = None,
+    gated: bool = False,
 ) -> torch.Tensor:
     """Compute x @ weight.T + bias.
 
     Args:
         x: [tokens, in].
         weight: [out, in]; contiguous, or the transpose of one that is, which cuBLAS multiplies.
-        bias: [out] or None.
+            [2 out, in] if `gated`, gate before up.
+        bias: [out], or [2 out] if `gated`; or None.
         tile: on a GPU, replaces `best_tile`; for benchmarks and tests.
         out_dtype: dtype that sums are rounded to, x's or float32; None for x's. Without a bias.
+        gated: whether `silu_mul` of the product is wanted, not the product; rounded likewise.
 
     Returns:
         [tokens, out], contiguous.
     """
     out_dtype = out_dtype or x.dtype
     is_wider = out_dtype != x.dtype
-    assert not is_wider or (out_dtype == torch.float32 and bias is None)
+    assert not is_wider or (out_dtype == torch.float32 and bias is None and not gated)
     if runs_triton(x) and weight.is_contiguous():
         if tile is None:
-            tile = best_tile(Shape(len(x), len(weight), x.shape[1]))
+            tile = best_tile(Shape(len(x), len(weight), x.shape[1]), gated=gated)
             # Tensor cores do not support float32, nor Triton's interpreter dot of some dtypes.
             if len(x) > 1 and (x.dtype == torch.float32 or not x.is_cuda):
                 tile = None
         if tile is not None:
-            return _tiled(x, weight, bias, tile, out_dtype)
+            return _tiled(x, weight, bias, tile, out_dtype, gated=gated)
+    if gated:
+        return silu_mul(linear(x, weight, bias))
     if x.device.type == "cpu":
         return linear_reference(x.to(out_dtype), weight.to(out_dtype), bias)
     if is_wider:
@@ -227,8 +244,7 @@ def norm_linear(
             normed = rms_norm(residual, norm_weight, eps)
         else:
             normed = add_rms_norm(delta, residual, norm_weight, eps)
-        product = linear(normed, weight, bias)
-        return silu_mul(product) if gated else product, residual
+        return linear(normed, weight, bias, gated=gated), residual
     num_out = len(weight) // (2 if gated else 1)
     assert weight.shape == ((2 if gated else 1) * num_out, num_in)
     assert weight.is_contiguous()
@@ -273,28 +289,59 @@ def silu_linear(
     return _vector(gate_up, weight, bias, tile, gate_up.dtype, gated=True)
 
 
-def best_tile(shape: Shape) -> Tile | None:
+def best_tile(shape: Shape, *, gated: bool = False) -> Tile | None:
     """Return the tile that `linear` uses on a GPU; None for cuBLAS.
 
     Chosen by measurement on an H200 (benchmarks/gpu/small_kernels.json). For one token this tile
     was the best or within 8 % of it for every shape, and cuBLAS was never ahead by more than 2 %.
-    For several, the tile of 64 rows was the best or within 4 % of it for every shape, cuBLAS
-    included, with columns split where rows alone are too few to occupy the device.
+    For up to 32, the tile of 64 rows was the best or within 4 % of it for every shape, cuBLAS
+    included, with columns split where rows alone are too few to occupy the device. For more, whole
+    layers of models of 0.5 to 8 billion parameters were compared with cuBLAS (benchmarks/gpu).
+
+    Args:
+        shape: of the product; a gated one has the rows of both, gate and up.
+        gated: whether its activation is wanted.
     """
     if shape.tokens == 1:
+        if gated:
+            return None
         if shape.in_ > 2 * shape.out:  # as in the last product of an MLP
             tile = Tile(2, 4096, 8) if shape.out <= 2048 else Tile(2, 2048, 4)
             return replace(tile, columns=min(pow2(shape.in_, MIN_DOT), tile.columns))
         rows = 4 if shape.in_ in _ROWS_OF_FOUR else 2
         return Tile(rows, min(pow2(shape.in_, MIN_DOT), 1024), 4)
     if shape.tokens > MAX_TILE_TOKENS:
-        return None
+        return _one_wave(shape, gated=gated)
+    tokens = 32 if shape.tokens <= 32 else 64
+    if gated and tokens > 32:
+        return Tile(64, 64, 4, 5, tokens=tokens)
     num_splits = 1
     if shape.out <= 4096 and shape.in_ >= shape.out:
         num_splits = 4 if shape.out < 2048 else 2
     # Where rows are few, deeper pipelines make up for few programs.
-    num_stages = 5 if 2048 <= shape.out <= 8192 else 4
-    return Tile(64, 128, 4, num_stages, min(num_splits, -(-shape.in_ // 128)))
+    num_stages = 5 if 2048 <= shape.out <= 8192 and tokens == 32 else 4
+    return Tile(64, 128, 4, num_stages, min(num_splits, -(-shape.in_ // 128)), tokens)
+
+
+def _one_wave(shape: Shape, *, gated: bool) -> Tile | None:
+    """A tile with which all programs run at once, each for a short time; None if none has."""
+    if shape.tokens > _MAX_TOKENS:
+        return None
+    if gated:
+        for tile in (Tile(64, 128, 4, 3, tokens=128), Tile(128, 64, 8, 4, tokens=128)):
+            num_programs = -(-shape.out // tile.rows) * -(-shape.tokens // 128)
+            if num_programs <= _WAVE and shape.in_ <= _GATED_COLUMNS:
+                return tile
+        return None
+    num_tiles = -(-shape.out // 64)
+    for tokens in (64, 128):
+        room = _WAVE // (num_tiles * -(-shape.tokens // tokens))
+        if room:
+            num_splits = min(pow2(room + 1) // 2, 4, max(shape.in_ // 512, 1))
+            num_products = 64 * tokens * -(-shape.in_ // num_splits)
+            fits = num_products < _WAVE_PRODUCTS
+            return Tile(64, 128, 4, 4 if tokens == 64 else 3, num_splits, tokens) if fits else None
+    return None
 
 
 def norm_tile(num_in: int, *, gated: bool = False) -> Tile:
@@ -371,13 +418,16 @@ def _tiled(
     bias: torch.Tensor | None,
     tile: Tile,
     out_dtype: torch.dtype,
+    *,
+    gated: bool,
 ) -> torch.Tensor:
     """Run the kernel for one token, or the one for several."""
     num_tokens, num_in = x.shape
     if num_tokens == 1:
+        assert not gated
         return _vector(x, weight, bias, tile, out_dtype, gated=False)
-    num_out = len(weight)
-    assert weight.shape == (num_out, num_in)
+    num_out = len(weight) // (2 if gated else 1)
+    assert weight.shape == ((2 if gated else 1) * num_out, num_in)
     assert weight.is_contiguous()
     assert x.stride(1) == 1
     assert x.dtype == weight.dtype
@@ -385,7 +435,7 @@ def _tiled(
     if num_tokens == 0:
         return out
     tokens = min(pow2(num_tokens, MIN_DOT), tile.tokens)
-    num_tiles, num_parts = -(-num_out // tile.rows), -(-num_tokens // tokens)
+    num_tiles, num_parts = -(-len(weight) // tile.rows), -(-num_tokens // tokens)
     partials = counters = None
     if tile.num_splits > 1:
         partials = x.new_empty(
@@ -396,7 +446,7 @@ def _tiled(
     _matrix_kernel[(num_tiles, tile.num_splits, num_parts)](
         x, weight, bias, out, partials, counters, num_tokens, num_out, num_in, x.stride(0),
         tokens=tokens, rows=tile.rows, columns=tile.columns, splits=tile.num_splits,
-        ahead_columns=_AHEAD_TILES * tile.columns, has_bias=bias is not None,
+        ahead_columns=_AHEAD_TILES * tile.columns, gated=gated, has_bias=bias is not None,
         even=num_in % tile.columns == 0,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **launch_options(x.device),
     )  # fmt: skip
@@ -617,19 +667,30 @@ def _matrix_kernel(
     columns: constexpr,
     splits: constexpr,
     ahead_columns: constexpr,
+    gated: constexpr,
     has_bias: constexpr,
     even: constexpr,
     overlaps: constexpr,
 ) -> None:
     """The weight is the left factor: its rows fill the tensor cores, tokens are the short side.
 
+    If gated, half of a program's rows are the gate's, eight and eight in turn with those that they
+    multiply: so a thread has the sums of both, as tensor cores return them.
+
     If several programs share rows (split-K), the last to finish, as told by an atomic counter
     (`tickets`), adds up the partial sums of all, always in the same order.
     """
     row = tl.program_id(0) * rows + tl.arange(0, rows)
+    num_rows = num_out
+    if gated:
+        num_rows = 2 * num_out
+        is_up = row % 16 // 8
+        row = row // 16 * 8 + row % 8
+        # A number behind the last stands for a row that there is none of.
+        row = tl.where(row < num_out, row + is_up * num_out, num_rows)
     token = tl.program_id(2) * tokens + tl.arange(0, tokens)
     column = tl.arange(0, columns)
-    inside = (row < num_out)[:, None]
+    inside = (row < num_rows)[:, None]
     present = (token < num_tokens)[None, :]
     weight_tile = weight + row.to(tl.int64)[:, None] * num_in + column[None, :]
     x_tile = x + token[None, :] * x_stride + column[:, None]
@@ -638,9 +699,10 @@ def _matrix_kernel(
     begin = tl.program_id(1) * share
     end = tl.minimum(begin + share, num_in)
     if overlaps:
-        _fetch_ahead(weight, row, num_out, num_in, begin, end, ahead_columns)
+        _fetch_ahead(weight, row, num_rows, num_in, begin, end, ahead_columns)
     await_predecessor(overlaps)
-    release_successor(overlaps)
+    if not gated:
+        release_successor(overlaps)
     sums = tl.zeros([rows, tokens], tl.float32)
     for start in range(begin, end, columns):
         if even:
@@ -651,8 +713,10 @@ def _matrix_kernel(
             w = tl.load(weight_tile + start, mask=inside & within[None, :], other=0.0)
             v = tl.load(x_tile + start, mask=present & within[:, None], other=0.0)
         sums = tl.dot(w, v, sums, input_precision="ieee")
+    if gated:  # its weight is large, and the next product would take its place
+        release_successor(overlaps)
     if splits == 1:
-        _store_tile(out, bias, sums, row, token, num_out, num_tokens, has_bias)
+        _store_tile(out, bias, sums, row, token, num_out, num_tokens, gated, has_bias)
     else:
         # [splits, tiles of tokens, rows of all programs, tokens]
         own_tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
@@ -668,7 +732,7 @@ def _matrix_kernel(
                 # Bypasses the L1 cache, which may be older than the other programs' stores.
                 sums += tl.load(partials + split * split_size + place, cache_modifier=".cg")
             tl.store(tickets + own_tile, 0)
-            _store_tile(out, bias, sums, row, token, num_out, num_tokens, has_bias)
+            _store_tile(out, bias, sums, row, token, num_out, num_tokens, gated, has_bias)
 
 
 @jit
@@ -700,13 +764,22 @@ def _store_tile(
     token: tensor,
     num_out: tensor,
     num_tokens: tensor,
+    gated: constexpr,
     has_bias: constexpr,
 ) -> None:
     if has_bias:
-        sums += tl.load(bias + row, mask=row < num_out, other=0.0).to(tl.float32)[:, None]
+        num_rows = 2 * num_out if gated else num_out
+        sums += tl.load(bias + row, mask=row < num_rows, other=0.0).to(tl.float32)[:, None]
+    results = sums.to(out.dtype.element_ty)
+    if gated:
+        half: constexpr = sums.shape[0] // 2
+        turns = tl.reshape(results, (half // 8, 2, 8, sums.shape[1]))
+        gates, ups = tl.split(tl.permute(turns, (0, 2, 3, 1)))
+        results = tl.reshape(_activated(gates, ups), (half, sums.shape[1]))
+        row = tl.program_id(0) * half + tl.arange(0, half)
     tl.store(
         out + token[None, :] * num_out + row[:, None],
-        sums.to(out.dtype.element_ty),
+        results,
         mask=(row < num_out)[:, None] & (token < num_tokens)[None, :],
     )
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from aquifer.kernels.activation import silu_mul
-from aquifer.kernels.linear import norm_linear
+from aquifer.kernels.linear import linear, norm_linear
 from aquifer.kernels.norm import NormWeights, add_norm
 from aquifer.models.base import Wanted
 from aquifer.models.tensors import Linear
@@ -52,8 +51,7 @@ class Stream:
         is_plain = norm is not None and norm.is_plain_rms and len(self.deltas) <= 1
         is_scaled = bool(self.deltas) and self.scale != 1.0
         if not is_plain or self.after is not None or is_scaled:
-            product = matrix(self.normed(norm))
-            return silu_mul(product) if gated else product
+            return linear(self.normed(norm), matrix.weight, matrix.bias, gated=gated)
         assert norm is not None
         delta = self.deltas[0] if self.deltas else None
         product, self.residual = norm_linear(
