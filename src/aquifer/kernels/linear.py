@@ -57,8 +57,12 @@ _WAVE = 128
 _WAVE_PRODUCTS = 1 << 23
 """A program of so many products takes as long as cuBLAS; measured."""
 
-_GATED_COLUMNS = 2048
-"""Up to this many columns, a gated product of a single wave is faster than cuBLAS; measured."""
+_TWO_WAVES = range(208, 265)
+"""Programs of a gated product, two on each SM, that leave at most a fifth of these idle."""
+
+_GATED_COLUMNS = 4096
+"""Up to this many columns, gated products of up to 128 tokens are faster than cuBLAS, and up to
+half as many those of more; measured."""
 
 _ROWS_OF_FOUR = (1024, 3072)
 """Columns of a weight of which four rows at once are faster than two, for one token; measured."""
@@ -324,15 +328,18 @@ def best_tile(shape: Shape, *, gated: bool = False) -> Tile | None:
 
 
 def _one_wave(shape: Shape, *, gated: bool) -> Tile | None:
-    """A tile with which all programs run at once, each for a short time; None if none has."""
+    """A tile with which all programs run at once, each for a short time; None if there is none."""
     if shape.tokens > _MAX_TOKENS:
         return None
     if gated:
+        num_parts = -(-shape.tokens // 128)
+        if shape.in_ * num_parts > _GATED_COLUMNS:
+            return None
         for tile in (Tile(64, 128, 4, 3, tokens=128), Tile(128, 64, 8, 4, tokens=128)):
-            num_programs = -(-shape.out // tile.rows) * -(-shape.tokens // 128)
-            if num_programs <= _WAVE and shape.in_ <= _GATED_COLUMNS:
+            if -(-shape.out // tile.rows) * num_parts <= _WAVE:
                 return tile
-        return None
+        has_two_waves = num_parts == 1 and -(-shape.out // tile.rows) in _TWO_WAVES
+        return tile if has_two_waves else None
     num_tiles = -(-shape.out // 64)
     for tokens in (64, 128):
         room = _WAVE // (num_tiles * -(-shape.tokens // tokens))
