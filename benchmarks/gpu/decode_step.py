@@ -4,7 +4,7 @@
 
 Random weights of two models; every sequence has 576 tokens of KV, in one token-major cache for all
 layers. The step is that of `aquifer.models.decoder`: embedding, angles, and for each layer norm
-with QKV, rotation and cache write, attention, output, norm with gate-up, activation with down;
+with QKV, rotation and cache write, attention, output, norm with gate-up and activation, down;
 then norm, head and greedy sampling. The floor is weights and KV read once at the rate of a device
 copy.
 
@@ -40,7 +40,8 @@ from aquifer.kernels.decode_attention import (
     decode_attention,
     decode_attention_reference,
 )
-from aquifer.kernels.linear import linear, norm_linear, silu_linear
+from aquifer.kernels.linear import Shape as ProductShape
+from aquifer.kernels.linear import Tile, best_tile, linear, norm_linear
 from aquifer.kernels.norm import add_rms_norm, rms_norm_reference
 from aquifer.kernels.rotary import (
     qk_norm_rope_write,
@@ -122,10 +123,13 @@ class Variant:
     def apply(self) -> None:
         """Set the options that are module attributes."""
         _triton.overlap = self.overlaps
-        linear_module.MAX_TILE_TOKENS = 1 if self.cublas else MAX_TILE_TOKENS
+        linear_module.best_tile = _one_row_tile if self.cublas else best_tile
 
 
-MAX_TILE_TOKENS = linear_module.MAX_TILE_TOKENS
+def _one_row_tile(shape: ProductShape, *, gated: bool = False) -> Tile | None:
+    return best_tile(shape, gated=gated) if shape.tokens == 1 else None
+
+
 DEFAULT = Variant("default")
 SERIAL = Variant("no overlap", overlaps=False)
 VARIANTS = (
@@ -247,8 +251,10 @@ class Step:
                 scale=s.head_dim**-0.5,
             )  # fmt: skip
             delta = linear(attended.flatten(1), layer.out, None)
-            gate_up, residual = norm_linear(delta, residual, layer.norm2, EPS, layer.gate_up, None)
-            delta = silu_linear(gate_up, layer.down, None)
+            activated, residual = norm_linear(
+                delta, residual, layer.norm2, EPS, layer.gate_up, None, gated=True
+            )
+            delta = linear(activated, layer.down, None)
         assert delta is not None
         hidden = add_rms_norm(delta, residual, m.norm, EPS)
         logits = linear(hidden, m.head, None)

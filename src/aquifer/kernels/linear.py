@@ -115,6 +115,14 @@ _MATRIX_TILES = (
     Tile(64, 128, 4, 4, 4),
     Tile(64, 128, 4, 3, 8),
 )
+_PART_TILES = (
+    Tile(64, 64, 4, 5, tokens=64),
+    Tile(64, 128, 4, 4, tokens=64),
+    Tile(64, 128, 4, 4, 2, 64),
+    Tile(64, 128, 4, 4, 4, 64),
+    Tile(64, 128, 4, 3, tokens=128),
+    Tile(128, 64, 8, 4, tokens=128),
+)
 
 
 def linear(
@@ -795,8 +803,9 @@ def tiles(shape: Shape) -> tuple[Tile, ...]:
     """Return the tiles that are worth measuring for a shape, besides cuBLAS."""
     if shape.tokens == 1:
         return _VECTOR_TILES
-    if shape.tokens > MAX_TILE_TOKENS:
+    if shape.tokens > _MAX_TOKENS:
         return ()
     # Splitting columns pays only where rows alone are too few to occupy the device.
     is_short = shape.out <= 8192
-    return tuple(tile for tile in _MATRIX_TILES if is_short or tile.num_splits == 1)
+    candidates = _MATRIX_TILES if shape.tokens <= 32 else _PART_TILES
+    return tuple(tile for tile in candidates if is_short or tile.num_splits == 1)
