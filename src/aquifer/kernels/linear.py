@@ -58,7 +58,7 @@ _WAVE_PRODUCTS = 1 << 23
 """A program of so many products takes as long as cuBLAS; measured."""
 
 _TWO_WAVES = range(208, 265)
-"""Programs of a gated product, two on each SM, that leave at most a fifth of these idle."""
+"""Programs of a gated product that fill two waves on 132 SMs to four fifths and more."""
 
 _GATED_COLUMNS = 4096
 """Up to this many columns, gated products of up to 128 tokens are faster than cuBLAS, and up to
@@ -352,7 +352,7 @@ def _one_wave(shape: Shape, *, gated: bool) -> Tile | None:
     for tokens in (64, 128):
         room = _WAVE // (num_tiles * -(-shape.tokens // tokens))
         if room:
-            num_splits = min(pow2(room + 1) // 2, 4, max(shape.in_ // 512, 1))
+            num_splits = min(1 << (room.bit_length() - 1), 4, max(shape.in_ // 512, 1))
             num_products = 64 * tokens * -(-shape.in_ // num_splits)
             fits = num_products < _WAVE_PRODUCTS
             return Tile(64, 128, 4, 4 if tokens == 64 else 3, num_splits, tokens) if fits else None
@@ -443,6 +443,7 @@ def _tiled(
         return _vector(x, weight, bias, tile, out_dtype, gated=False)
     num_out = len(weight) // (2 if gated else 1)
     assert weight.shape == ((2 if gated else 1) * num_out, num_in)
+    assert not gated or tile.rows % 16 == 0
     assert weight.is_contiguous()
     assert x.stride(1) == 1
     assert x.dtype == weight.dtype
