@@ -47,9 +47,6 @@ class SlotCopies:
 
     Attributes:
         pages: the page that each pending copy reads, which is a user of it.
-
-    A copy that was launched is settled later, while the device is at work: its page loses a user,
-    and its window is closed.
     """
 
     def __init__(self, tensors: KVTensors, slots: SlotPages, shared: SharedPages) -> None:
@@ -64,14 +61,11 @@ class SlotCopies:
         self._first_window = tensors.shape.num_rows * slots.slot_pages
         self._next_window = 0
         self._open_windows: dict[Page, int] = {}  # where some of `pages` are mapped to be read
-        # Pages and windows of copies that are launched, and not settled.
-        self._launched: list[Page] = []
-        self._left_windows: list[int] = []
 
     @property
     def num_pages(self) -> int:
-        """Pages that copies read which are not settled, those of several units counted by unit."""
-        return sum(self._tensors.range.sizes(self.pages + self._launched))
+        """Pages that pending copies read, those of several units counted by unit."""
+        return sum(self._tensors.range.sizes(self.pages))
 
     def begin(
         self, slot: int, blocks: Sequence[int], num_bytes: int, begin: int, parent: int | None
@@ -90,7 +84,6 @@ class SlotCopies:
         Raises:
             DriverError: the device refused; nothing has changed.
         """
-        self.settle()
         residency = self._residency
         page_bytes = residency.place_bytes
         num_whole, rest_bytes = divmod(num_bytes, page_bytes)
@@ -102,7 +95,6 @@ class SlotCopies:
             follows_copy and len(copied) > 1
         ):
             self.launch()
-            self.settle()
         first = slot * self._slots.slot_pages
         targets = [range(first + run.start, first + run.end) for run in copied]
         sources: list[int] = []
@@ -131,7 +123,6 @@ class SlotCopies:
             undo.pop_all()
         if follows_copy:
             self.launch()
-            self.settle()
         end = num_whole + (rest_bytes > 0)
         for run, source, target in zip(copied, sources, targets, strict=True):
             length = len(target) * page_bytes
@@ -145,22 +136,14 @@ class SlotCopies:
         return True
 
     def launch(self) -> None:
-        """Launch the pending copies; `settle` is to follow."""
+        """Launch the pending copies, and close the windows."""
         if not self.pages:
             return
         self._tensors.make_copies()
-        self._launched += self.pages
-        self._left_windows += sorted(self._open_windows.values())
+        copied, windows = self.pages, sorted(self._open_windows.values())
         self.pages = []
         self._targets.clear()
         self._open_windows.clear()
-
-    def settle(self) -> None:
-        """Give up what copies that were launched have read, and where they have read it."""
-        if not self._launched:
-            return
-        copied, self._launched = self._launched, []
-        windows, self._left_windows = self._left_windows, []
         self._residency.give_up(windows)
         self._shared.end_use(copied)
         self._residency.release(copied)

@@ -104,7 +104,6 @@ class VirtualCache(KeepsAll):
 
     def reserve(self, slots: IntArray, num_tokens: IntArray) -> bool:
         """Map missing pages: see `SlotPages.reserve`."""
-        self._copies.settle()
         return self._slots.reserve(slots, num_tokens)
 
     def forget(self, slots: IntArray, num_tokens: IntArray) -> None:
@@ -142,7 +141,6 @@ class VirtualCache(KeepsAll):
     def release(self, slot: int) -> None:
         """Give up the slot's pages; its addresses stay."""
         self._launch_copies()  # the slot may be at either end of one
-        self._copies.settle()
         pages = self._slots
         pages.settle(slot)
         begin, end = int(pages.first[slot]), int(pages.end[slot])
@@ -250,7 +248,6 @@ class VirtualCache(KeepsAll):
 
     def stats(self, written_tokens: int | IntArray) -> CacheStats:
         """Mapped bytes are exact, without retired pages; waste is the tail of each sequence."""
-        self._copies.settle()
         num_used_pages = self._slots.num_used + self._slots.num_pending + self._copies.num_pages
         written_tokens = int(np.sum(written_tokens))
         return CacheStats(
