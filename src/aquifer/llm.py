@@ -10,7 +10,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeAlias, TypedDict, Unpack, get_type_hints
@@ -333,11 +332,9 @@ class LLM:
                 builders[builder.output.request_id] = builder
                 if self.engine.should_step:
                     self._step()
-            with ExitStack() as during:
-                during.enter_context(old_objects_left_out())
-                if builders:
-                    self._step()  # the device computes while the bar is made
-                progress = during.enter_context(counting_bar(use_tqdm))
+            if builders:
+                self._step()  # the device computes while the bar is made
+            with old_objects_left_out(), counting_bar(use_tqdm) as progress:
                 task = progress.add_task("requests", total=len(builders))
                 num_left = len(builders)
                 while num_left:
