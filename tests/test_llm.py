@@ -94,6 +94,26 @@ def test_an_idle_device_gets_a_step_before_all_requests_are_added(
     assert added[:steps_while_adding] == [2] * steps_while_adding
 
 
+def test_the_longest_requests_begin_first(
+    llm: LLM, cases: list[Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those without a limit before all others; outputs are in the order of the prompts."""
+    added: list[int | None] = []
+    add = llm.engine.add
+
+    def noted_add(request: Request) -> None:
+        added.append(request.params.max_tokens)
+        add(request)
+
+    monkeypatch.setattr(llm.engine, "add", noted_add)
+    limits = [3, 1, None, 3, 2]
+    prompts = [case.prompt for case in cases[:5]]
+    params = [SamplingParams(temperature=0, max_tokens=limit) for limit in limits]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert added == [None, 3, 3, 2, 1]
+    assert [output.prompt_token_ids for output in outputs] == prompts
+
+
 def test_streams_are_read_in_turn(llm: LLM, cases: list[Case]) -> None:
     """Each gets all of its own tokens, however its reads mix with those of the others."""
     streams = [stream(llm, case) for case in cases]

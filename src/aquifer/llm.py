@@ -17,7 +17,13 @@ from typing import Any, TypeAlias, TypedDict, Unpack, get_type_hints
 from aquifer.config import EngineConfig, ModelSpec, field_values
 from aquifer.engine.engine import Engine
 from aquifer.engine.outputs import RequestOutput, TokenOutput
-from aquifer.engine.params import BeamSearchParams, Request, SamplingParams
+from aquifer.engine.params import (
+    BeamSearchParams,
+    Request,
+    SamplingParams,
+    longest_first,
+    params_of_each,
+)
 from aquifer.engine.reports import MemoryReport
 from aquifer.errors import EngineError, RequestError
 from aquifer.garbage import old_objects_left_out
@@ -311,24 +317,13 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
-        if isinstance(sampling_params, Mapping):
-            raise RequestError(
-                "sampling_params is a mapping; write SamplingParams(max_tokens=16)",
-                param="sampling_params",
-            )
-        if len(sampling_params) != len(prompts):
-            raise RequestError(
-                f"{len(sampling_params)} sampling_params for {len(prompts)} prompts; give one, or "
-                "one for each prompt",
-                param="sampling_params",
-            )
+        params = params_of_each(sampling_params, len(prompts))
         inbox: _Inbox = deque()
         builders: dict[str, OutputBuilder] = {}
+        order = longest_first(params)  # else the device may be left with a few long ones in the end
         try:
-            for prompt, params in zip(prompts, sampling_params, strict=True):
-                builder = self._add(prompt, params, inbox)
+            for index in order:
+                builder = self._add(prompts[index], params[index], inbox)
                 builders[builder.output.request_id] = builder
                 if self.engine.should_step:
                     self._step()
@@ -351,7 +346,8 @@ class LLM:
         finally:
             for request_id in builders:
                 self._remove(request_id)
-        return [builder.output for builder in builders.values()]
+        completed = dict(zip(order, builders.values(), strict=True))
+        return [completed[index].output for index in range(len(prompts))]
 
     def _add(self, prompt: _Encoded, params: SamplingParams, inbox: _Inbox) -> OutputBuilder:
         """Send a request, whose outputs go to this inbox until `_remove`."""

@@ -45,8 +45,10 @@ def test_decode_inputs(device: torch.device, n: int) -> None:
         context = max(int(num_prompt[slot]), length)
         expected.append((int(last_token[slot]), length - 1, length, context))
     for operation in (decode_inputs, decode_inputs_reference):
-        actual = operation(slots, num_prompt, num_computed, last_token)
-        assert torch.stack(actual, 1).tolist() == [list(row) for row in expected]
+        lengths = torch.full_like(slots, -1)
+        token_ids, *rest = operation(slots, num_prompt, num_computed, last_token, lengths)
+        actual = torch.stack((token_ids, rest[0], lengths, rest[1]), 1)
+        assert actual.tolist() == [list(row) for row in expected]
 
 
 @pytest.mark.parametrize("n", [1, 130])
@@ -57,7 +59,13 @@ def test_advance(device: torch.device, n: int) -> None:
     for operation in (advance, advance_reference):
         _, num_computed, last_token = columns(device)
         before = num_computed.clone(), last_token.clone()
-        operation(slots, lengths, tokens, num_computed, last_token)
+        reports = torch.full((2, 144), -1, pin_memory=device.type == "cuda")
+        next_report = torch.ones(1, dtype=torch.int64, device=device)
+        operation(slots, lengths, tokens, num_computed, last_token, reports, next_report)
+        expected = torch.full((2, 144), -1)
+        expected[1, :n] = torch.where(slots >= 0, tokens, -1)
+        assert torch.equal(reports, expected)
+        assert next_report.tolist() == [0]
         for row, slot in enumerate(slots.tolist()):
             if slot >= 0:
                 before[0][slot] = lengths[row]

@@ -17,7 +17,7 @@ from aquifer.engine.chunk_graphs import ChunkGraphs, ChunkInputs, chunk_sizes
 from aquifer.engine.decode_graphs import DecodeGraphs
 from aquifer.engine.graphs import StepBuffers, padded_size, padded_sizes
 from aquifer.engine.reports import OnStage
-from aquifer.engine.sample_graphs import CAPTURED_MODES, SampleGraphs
+from aquifer.engine.sample_graphs import CAPTURED_MODES, Sampled, SampleGraphs
 from aquifer.engine.sampler import SamplingMode
 from aquifer.kernels import compiled_together
 from aquifer.kernels.capture import GraphPool
@@ -109,6 +109,7 @@ class CapturedSteps:
         for num_done, size in enumerate(reversed(sizes), len(self._sizes) + 1):
             self._chunks.capture(size)
             on_stage("steps", num_done, total)
+        self._buffers.restart_reports()
 
     @property
     def chunk_sizes(self) -> tuple[int, ...]:
@@ -180,9 +181,7 @@ class CapturedSteps:
             self._view(Rows.single(inputs.last_slots[:num_last], inputs.last_positions[:num_last])),
         )
 
-    def sample_decoded(
-        self, num_rows: int, mode: SamplingMode
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def sample_decoded(self, num_rows: int, mode: SamplingMode) -> Sampled:
         """Sample the rows of `decode`; see `SampleGraphs.run`."""
         return self._samples.run(num_rows, mode)
 
@@ -192,7 +191,7 @@ class CapturedSteps:
         sampled_slots: IntArray,
         num_tokens: IntArray,
         mode: SamplingMode,
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    ) -> Sampled:
         """Sample the rows that `run_chunks` was to hand on; see `SampleGraphs.run`.
 
         Args:

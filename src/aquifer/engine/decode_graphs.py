@@ -13,8 +13,9 @@ import torch
 from aquifer.engine.graphs import StepBuffers
 from aquifer.kernels.capture import GraphPool
 
-Forward = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Runs slots [n]; gives (hidden states [n, hidden], tokens that each sequence has then [n])."""
+Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Runs slots [n]; gives hidden states [n, hidden], and overwrites the second tensor, [n], with the
+tokens that each sequence has then."""
 
 
 class DecodeGraphs:
@@ -51,6 +52,5 @@ class DecodeGraphs:
 
     def _launch(self, size: int, forward: Forward) -> None:
         buffers = self._buffers
-        hidden, num_tokens = forward(buffers.slots[:size])
+        hidden = forward(buffers.slots[:size], buffers.num_tokens[:size])
         buffers.hidden[:size].copy_(hidden)
-        buffers.num_tokens[:size].copy_(num_tokens)

@@ -18,6 +18,9 @@ import torch
 
 from aquifer.memory.driver.dlpack import tensor_over
 
+_REPORTS = 8
+"""Steps of which the tokens are kept for the host; at most two are in flight."""
+
 
 def padded_size(num_seqs: int) -> int:
     """The batch size that stands for this one: at most 15 % of the rows of a large one pad it."""
@@ -44,6 +47,8 @@ class StepBuffers:
         sampled_slots: [rows] int64, the same but -1 for rows that the host samples.
         num_tokens: [rows] int64, tokens of each row's sequence.
         token_ids: [rows] int64, the new tokens.
+        reports: [steps, rows] int64 on the host, the new tokens of the latest steps.
+        next_report: [1] int64, where those of the next step go.
     """
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
@@ -52,6 +57,11 @@ class StepBuffers:
         rows[:2] = -1
         self.inputs = rows[:3]
         self.slots, self.sampled_slots, self.num_tokens, self.token_ids = rows
+        self.reports = torch.zeros(
+            _REPORTS, self.max_rows, dtype=torch.int64, pin_memory=device.type == "cuda"
+        )
+        self.next_report = torch.zeros(1, dtype=torch.int64, device=device)
+        self._num_reports = 0
         self._hidden: torch.Tensor | None = None
 
     @property
@@ -59,6 +69,20 @@ class StepBuffers:
         """[rows, hidden], the hidden state of each row. Pre-condition: `make_hidden` was called."""
         assert self._hidden is not None
         return self._hidden
+
+    def restart_reports(self) -> None:
+        """Begin with the first report again, since steps were launched that nothing asked for."""
+        self._num_reports = 0
+        self.next_report.zero_()
+
+    def report(self) -> torch.Tensor:
+        """[rows] on the host, the new tokens of the step that was just launched.
+
+        Complete when the step is, and overwritten after some more steps.
+        """
+        report = self.reports[self._num_reports % _REPORTS]
+        self._num_reports += 1
+        return report
 
     def make_hidden(self, like: torch.Tensor) -> None:
         """Allocate `hidden` for a model with such hidden states, [tokens, hidden]."""

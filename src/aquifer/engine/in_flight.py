@@ -22,7 +22,7 @@ class InFlight:
     """A step that was launched on the device."""
 
     most_new: IntArray  # [m], as in the step
-    token_ids: torch.Tensor  # [m], on the host, complete once the fence has passed
+    token_ids: torch.Tensor  # [m], on the host, complete once the fence has passed; not for long
     fence: Fence | None
     reported: IntArray  # indices into `token_ids` whose log probabilities were asked for
     logprobs: Entries | None = None  # their log probabilities
@@ -35,7 +35,7 @@ class InFlight:
             self.fence.wait()
         reports = [] if self.logprobs is None else self.logprobs()
         return StepOutput(
-            tokens=self.token_ids.numpy()[:, None],
+            tokens=self.token_ids.numpy()[:, None].copy(),
             counts=self.most_new,
             logprobs={
                 row: [report] for row, report in zip(self.reported.tolist(), reports, strict=True)

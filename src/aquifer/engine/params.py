@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -282,6 +282,45 @@ class SamplingParams:
             *(self.logit_bias or ()),
             *(self.allowed_token_ids or ()),
         }
+
+
+def params_of_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams]:
+    """The parameters of each prompt.
+
+    Args:
+        params: one for all prompts, or one for each; None for the defaults.
+        num_prompts: number of prompts.
+
+    Raises:
+        RequestError: they are not as many as prompts.
+    """
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num_prompts
+    if isinstance(params, Mapping):
+        raise RequestError(
+            "sampling_params is a mapping; write SamplingParams(max_tokens=16)",
+            param="sampling_params",
+        )
+    if len(params) != num_prompts:
+        raise RequestError(
+            f"{len(params)} sampling_params for {num_prompts} prompts; give one, or one for each "
+            "prompt",
+            param="sampling_params",
+        )
+    return list(params)
+
+
+def longest_first(params: Sequence[SamplingParams]) -> list[int]:
+    """Indices of requests that begin together, in an order in which they are soon all done.
+
+    The device does little with a few sequences, so the longest ones should not be left for the end
+    (longest processing time first: Graham, "Bounds on Multiprocessing Timing Anomalies", 1969). How
+    long a completion will be at most is what is known; those of equal length keep their order.
+    """
+    most = [_MAX_INT if one.max_tokens is None else one.max_tokens for one in params]
+    return sorted(range(len(most)), key=lambda index: -most[index])
 
 
 @dataclass(frozen=True, slots=True)

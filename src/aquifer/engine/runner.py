@@ -62,6 +62,7 @@ class _Scores:
 
     logits: torch.Tensor | None  # [m, vocab]; None where no row has extras
     out: torch.Tensor  # [m] int64, the new tokens
+    report: torch.Tensor | None  # [m], the same on the host, where the device writes them there
     # [3, e]: row, slot, and tokens that the sequence has, of rows whose logits the host changes or
     # reports.
     extras: IntArray
@@ -200,7 +201,9 @@ class Runner:
         reported, logprobs = _NO_ROWS, None
         if scores.extras.shape[1]:
             reported, logprobs = self._sample_extras(scores)
-        token_ids = download(scores.out)
+        token_ids = scores.report
+        if token_ids is None or scores.extras.shape[1]:
+            token_ids = download(scores.out)
         fence = self._driver.fence()  # after the last copy to the host
         return InFlight(step.most_new, token_ids, fence, reported, logprobs, scores.prompt_logprobs)
 
@@ -237,8 +240,7 @@ class Runner:
             uploads.add(inputs, self._columns.write_inputs)
         extras, others, mode = self._split(slots, ends)
         captured.decode(slots, others, uploads)
-        logits, token_ids = captured.sample_decoded(len(slots), mode)
-        return _Scores(logits, token_ids, extras)
+        return _Scores(*captured.sample_decoded(len(slots), mode), extras)
 
     def _run_chunks(self, captured: CapturedSteps, step: StepInput) -> _Scores:
         """Run a step that reads prompts, as captured graphs with attention between them."""
@@ -257,30 +259,30 @@ class Runner:
         slots, ends = spans.slots[sampled], (spans.starts + spans.counts)[sampled]
         extras, others, mode = self._split(slots, ends)
         if not len(slots):
-            return _Scores(None, self._buffers.token_ids[:0], extras)
-        logits, out = captured.sample_chunks(slots, others, ends, mode)
-        return _Scores(logits, out, extras)
+            return _Scores(None, self._buffers.token_ids[:0], None, extras)
+        return _Scores(*captured.sample_chunks(slots, others, ends, mode), extras)
 
     def _steps_of(self, model: Model) -> Steps:
         """The steps that are captured, by this model."""
         return Steps(partial(self._decode, model), partial(self._read, model))
 
-    def _decode(self, model: Model, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _decode(self, model: Model, slots: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """The decode step that is captured; every value of it is found by slot, on the device.
 
         Args:
             model: the model.
             slots: [n] int64, -1 for padding.
+            lengths: [n] int64, overwritten: tokens that each sequence has then.
 
-        Returns: hidden states [n, hidden], and tokens that each sequence has then, [n].
+        Returns: hidden states [n, hidden].
         """
         columns = self._columns
-        token_ids, positions, lengths, contexts = decode_inputs(
-            slots, columns.least_context, columns.num_computed, columns.last_token
+        token_ids, positions, contexts = decode_inputs(
+            slots, columns.least_context, columns.num_computed, columns.last_token, lengths
         )
         batch = ModelInput(token_ids, positions, contexts)
         view = self._kv.view(Rows(slots, positions, lengths, None))
-        return model.forward(batch, view), lengths
+        return model.forward(batch, view)
 
     def _read(
         self,
@@ -309,6 +311,8 @@ class Runner:
             token_ids,
             columns.num_computed,
             columns.last_token,
+            buffers.reports,
+            buffers.next_report,
         )
         return logits
 
@@ -351,7 +355,7 @@ class Runner:
             last_hidden = hidden[last_rows] if wanted is None else hidden
             logits = self._choice.choose(last_hidden, sampled_slots, num_tokens, out, mode)
             columns.last_token[sampled_slots] = out
-        return _Scores(logits, out, extras, self._prompt_logprobs(step, hidden))
+        return _Scores(logits, out, None, extras, self._prompt_logprobs(step, hidden))
 
     # --- sampling ----------------------------------------------------------------------------
 

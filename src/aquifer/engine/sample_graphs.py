@@ -8,6 +8,7 @@ have some.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -20,6 +21,14 @@ Sample = Callable[[int, SamplingMode], torch.Tensor | None]
 logits, as `TokenChoice.choose`."""
 
 CAPTURED_MODES = (SamplingMode.GREEDY, SamplingMode.PLAIN, SamplingMode.FULL)
+
+
+class Sampled(NamedTuple):
+    """What a run leaves; later ones overwrite it."""
+
+    logits: torch.Tensor | None  # [rows, vocab]; None where ranks have a part each
+    token_ids: torch.Tensor  # [rows]
+    report: torch.Tensor  # [rows], the same on the host, once the device is done
 
 
 class SampleGraphs:
@@ -39,15 +48,12 @@ class SampleGraphs:
             tuple[int, SamplingMode], tuple[torch.cuda.CUDAGraph, torch.Tensor | None]
         ] = {}
 
-    def run(self, num_rows: int, mode: SamplingMode) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def run(self, num_rows: int, mode: SamplingMode) -> Sampled:
         """Sample the first rows of the buffers.
 
         Args:
             num_rows: number of rows; those after them up to the padded size have slot -1.
             mode: at least what any of the rows needs.
-
-        Returns: logits [num_rows, vocab] or None, and token ids [num_rows]; later runs overwrite
-            both.
         """
         size = padded_size(num_rows)
         captured = self._captured.get((size, mode))
@@ -56,8 +62,11 @@ class SampleGraphs:
         else:
             graph, logits = captured
             graph.replay()
-        token_ids = self._buffers.token_ids[:num_rows]
-        return None if logits is None else logits[:num_rows], token_ids
+        return Sampled(
+            None if logits is None else logits[:num_rows],
+            self._buffers.token_ids[:num_rows],
+            self._buffers.report()[:num_rows],
+        )
 
     def rehearse(self, size: int, mode: SamplingMode) -> None:
         """Launch the kernels of sampling that many rows."""

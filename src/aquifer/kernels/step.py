@@ -2,7 +2,8 @@
 
 Columns are int64, indexed by slot, with one entry more than there are slots: the last entry is for
 slot -1, which marks padding of the batch. One kernel reads them all and one writes them all, since
-the step time of a small model is mostly launch overhead.
+the step time of a small model is mostly launch overhead. The latter also writes the new tokens to
+the host's memory: a copy of the device's engine would delay the next step by 10 us.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from aquifer.kernels._triton import (
     constexpr,
     jit_once,
     launch_options,
+    pow2,
     release_successor,
     runs_triton,
     tensor,
@@ -28,11 +30,12 @@ def decode_inputs_reference(
     least_context: torch.Tensor,
     num_computed: torch.Tensor,
     last_token: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    lengths: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`decode_inputs` in plain torch."""
     positions = num_computed[slots]
-    lengths = torch.where(slots < 0, 0, positions + 1)
-    return last_token[slots], positions, lengths, torch.maximum(least_context[slots], lengths)
+    lengths.copy_(torch.where(slots < 0, 0, positions + 1))
+    return last_token[slots], positions, torch.maximum(least_context[slots], lengths)
 
 
 def decode_inputs(
@@ -40,7 +43,8 @@ def decode_inputs(
     least_context: torch.Tensor,
     num_computed: torch.Tensor,
     last_token: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    lengths: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gather the inputs of decoding sequences, which run one token each: their last one.
 
     Args:
@@ -48,25 +52,22 @@ def decode_inputs(
         least_context: [slots + 1], the least context length of each sequence, see `ModelInput`.
         num_computed: [slots + 1], tokens in the KV cache.
         last_token: [slots + 1], id of the last token.
+        lengths: [n] int64, overwritten: tokens of each sequence with this one, 0 for padding.
 
-    Returns:
-        Token ids, positions, lengths including this token (0 for padding), and the contexts of
-        `ModelInput`; each [n] int64.
+    Returns: token ids, positions, and the contexts of `ModelInput`; each [n] int64.
     """
     if not runs_triton(slots):
-        return decode_inputs_reference(slots, least_context, num_computed, last_token)
+        return decode_inputs_reference(slots, least_context, num_computed, last_token, lengths)
     n = len(slots)
-    token_ids, positions, lengths, contexts = torch.empty(
-        4, n, dtype=torch.int64, device=slots.device
-    )
+    token_ids, positions, contexts = torch.empty(3, n, dtype=torch.int64, device=slots.device)
     _decode_inputs_kernel[(-(-n // _BLOCK),)](
         slots, least_context, num_computed, last_token, token_ids, positions, lengths, contexts,
         n, len(least_context) - 1, block=_BLOCK, num_warps=4, **launch_options(slots.device),
     )  # fmt: skip
-    return token_ids, positions, lengths, contexts
+    return token_ids, positions, contexts
 
 
-@jit_once(counts=("n",), indices=("slots",))
+@jit_once(counts=("n",), indices=("slots", "lengths"))
 def _decode_inputs_kernel(
     slots: tensor,
     least_context: tensor,
@@ -103,11 +104,16 @@ def advance_reference(
     token_ids: torch.Tensor,
     num_computed: torch.Tensor,
     last_token: torch.Tensor,
+    reports: torch.Tensor,
+    next_report: torch.Tensor,
 ) -> None:
     """`advance` in plain torch."""
     real = slots >= 0
     num_computed[slots[real]] = lengths[real]
     last_token[slots[real]] = token_ids[real]
+    which = int(next_report)
+    reports[which, : len(slots)][real] = token_ids[real]
+    next_report.fill_((which + 1) % len(reports))
 
 
 def advance(
@@ -116,8 +122,10 @@ def advance(
     token_ids: torch.Tensor,
     num_computed: torch.Tensor,
     last_token: torch.Tensor,
+    reports: torch.Tensor,
+    next_report: torch.Tensor,
 ) -> None:
-    """Write a step's outcome into the columns, for all rows except padding.
+    """Write a step's outcome into the columns and for the host, for all rows except padding.
 
     Args:
         slots: [n] int64, no slot twice.
@@ -125,14 +133,19 @@ def advance(
         token_ids: [n] int64, the sampled tokens.
         num_computed: [slots + 1], overwritten at `slots`.
         last_token: [slots + 1], likewise.
+        reports: [r, rows] int64, in page-locked memory of the host for steps on a device: the
+            tokens of the latest r steps. One row is overwritten; complete when the step is.
+        next_report: [1] int64, which row that is; then the one after it.
     """
-    if not runs_triton(slots):
-        advance_reference(slots, lengths, token_ids, num_computed, last_token)
-        return
     n = len(slots)
-    _advance_kernel[(-(-n // _BLOCK),)](
-        slots, lengths, token_ids, num_computed, last_token, n,
-        block=_BLOCK, num_warps=4, **launch_options(slots.device),
+    assert reports.shape[1] >= n
+    if not runs_triton(slots):
+        advance_reference(slots, lengths, token_ids, num_computed, last_token, reports, next_report)
+        return
+    _advance_kernel[(1,)](
+        slots, lengths, token_ids, num_computed, last_token, reports, next_report, n,
+        num_reports=len(reports), report_rows=reports.shape[1], block=pow2(n, _BLOCK),
+        num_warps=4, **launch_options(slots.device),
     )  # fmt: skip
 
 
@@ -143,14 +156,23 @@ def _advance_kernel(
     token_ids: tensor,
     num_computed: tensor,
     last_token: tensor,
+    reports: tensor,
+    next_report: tensor,
     n: tensor,
+    num_reports: constexpr,
+    report_rows: constexpr,
     block: constexpr,
     overlaps: constexpr,
 ) -> None:
     await_predecessor(overlaps)
     release_successor(overlaps)
-    row = tl.program_id(0) * block + tl.arange(0, block)
+    row = tl.arange(0, block)
+    which = tl.load(next_report)
     slot = tl.load(slots + row, mask=row < n, other=-1)
     real = slot >= 0
+    token = tl.load(token_ids + row, mask=real, other=0)
+    tl.store(reports + which * report_rows + row, token, mask=real)
     tl.store(num_computed + slot, tl.load(lengths + row, mask=real, other=0), mask=real)
-    tl.store(last_token + slot, tl.load(token_ids + row, mask=real, other=0), mask=real)
+    tl.store(last_token + slot, token, mask=real)
+    tl.debug_barrier()  # all threads have read which report it is
+    tl.store(next_report, (which + 1) % num_reports)

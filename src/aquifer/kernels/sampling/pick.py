@@ -61,14 +61,19 @@ def chunk_kernel(
         )  # fmt: skip
         group_best = tl.max(scores, axis=1)
         chunk_best = tl.max(group_best, axis=0)
-        is_best = tl.where(scores == chunk_best, ids, 0x7FFFFFFF)
         tl.store(best + row * num_chunks + chunk, chunk_best)
-        tl.store(best_id + row * num_chunks + chunk, tl.min(tl.min(is_best, axis=1), axis=0))
+        is_greedy = True
         if not greedy:
+            is_greedy = tl.load(floats + slot) < greedy_below
+        if is_greedy:
+            is_best = tl.where(scores == chunk_best, ids, 0x7FFFFFFF)
+            tl.store(best_id + row * num_chunks + chunk, tl.min(tl.min(is_best, axis=1), axis=0))
+        elif not greedy:
             # A chunk may be all -inf.
             shift = tl.where(chunk_best == float("-inf"), 0.0, chunk_best)
-            weights = tl.exp(scores - shift).to(tl.float64)
-            tl.store(mass + row * num_chunks + chunk, tl.sum(tl.sum(weights, axis=1), axis=0))
+            # Groups are added up in float32: float64 for each token would take twice the time.
+            weights = tl.sum(tl.exp(scores - shift), axis=1).to(tl.float64)
+            tl.store(mass + row * num_chunks + chunk, tl.sum(weights, axis=0))
         if full:
             index = (row * num_chunks + chunk) * num_groups + tl.arange(0, num_groups)
             tl.store(groups + index, group_best)
