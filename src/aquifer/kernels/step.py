@@ -112,7 +112,8 @@ def advance_reference(
     num_computed[slots[real]] = lengths[real]
     last_token[slots[real]] = token_ids[real]
     which = int(next_report)
-    reports[which, : len(slots)][real] = token_ids[real]
+    report = reports[which, : len(slots)]
+    report.copy_(torch.where(real, token_ids, report.to(slots.device)))
     next_report.fill_((which + 1) % len(reports))
 
 
