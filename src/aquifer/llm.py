@@ -186,6 +186,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts; the outputs are in the order of the prompts.
 
+        Those with the largest `max_tokens` begin first, so that all are done sooner.
+
         Args:
             prompts: one prompt or a list of them.
             sampling_params: for all prompts, or one each.
