@@ -8,9 +8,11 @@ import torch
 
 from aquifer.cache.spans import Spans
 from aquifer.engine.chunk_graphs import ChunkInputs, chunk_sizes
-from aquifer.engine.graphs import padded_size, padded_sizes
+from aquifer.engine.graphs import StepBuffers, padded_size, padded_sizes
+from aquifer.engine.in_flight import InFlight
 from aquifer.engine.round_prompts import RoundPrompts
 from aquifer.kernels.cudnn_attention import key_parts, row_pieces
+from aquifer.kernels.step import advance
 
 
 @pytest.mark.parametrize("max_seqs", [1, 5, 256, 1000])
@@ -55,6 +57,31 @@ def test_inputs_lie_where_a_step_reads_them() -> None:
     for tensor, values in zip(of_step[4:7], last, strict=True):
         assert tensor.tolist() == values.tolist() + [0] * 5
     assert of_step.chunks[:7].tolist() == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_the_host_finds_the_tokens_of_the_latest_steps() -> None:
+    """Also after steps that nothing asked for; what was read stays as more steps come."""
+    device = torch.device("cpu")
+    buffers = StepBuffers(5, device)
+    slots = torch.tensor([3, 1, -1])
+    columns = torch.zeros(2, 6, dtype=torch.int64)
+
+    def step(number: int) -> None:
+        tokens = 100 * number + torch.arange(3)
+        advance(
+            slots, torch.ones_like(slots), tokens, *columns, buffers.reports, buffers.next_report
+        )
+
+    for number in range(3):
+        step(number)
+    buffers.restart_reports()
+    outputs = []
+    for number in range(3 * len(buffers.reports)):
+        step(number)
+        launched = InFlight(np.ones(2), buffers.report()[:2], None, np.zeros(0, np.int64))
+        outputs.append(launched.wait())
+    for number, output in enumerate(outputs):
+        assert output.tokens.tolist() == [[100 * number], [100 * number + 1]]
 
 
 def _spans(*chunks: tuple[int, int]) -> Spans:
