@@ -64,13 +64,12 @@ def test_the_host_finds_the_tokens_of_the_latest_steps() -> None:
     device = torch.device("cpu")
     buffers = StepBuffers(5, device)
     slots = torch.tensor([3, 1, -1])
-    columns = torch.zeros(2, 6, dtype=torch.int64)
+    num_computed, last_token = torch.zeros(2, 6, dtype=torch.int64)
 
     def step(number: int) -> None:
         tokens = 100 * number + torch.arange(3)
-        advance(
-            slots, torch.ones_like(slots), tokens, *columns, buffers.reports, buffers.next_report
-        )
+        lengths, place = torch.ones_like(slots), buffers.next_report
+        advance(slots, lengths, tokens, num_computed, last_token, buffers.reports, place)
 
     for number in range(3):
         step(number)
@@ -78,7 +77,7 @@ def test_the_host_finds_the_tokens_of_the_latest_steps() -> None:
     outputs = []
     for number in range(3 * len(buffers.reports)):
         step(number)
-        launched = InFlight(np.ones(2), buffers.report()[:2], None, np.zeros(0, np.int64))
+        launched = InFlight(np.ones(2, np.int64), buffers.report()[:2], None, np.zeros(0, np.int64))
         outputs.append(launched.wait())
     for number, output in enumerate(outputs):
         assert output.tokens.tolist() == [[100 * number], [100 * number + 1]]
