@@ -42,7 +42,7 @@ test-families: $(VENV)/installed-test
 
 # Against a server of the bundled model; `unit` runs them too.
 examples: $(VENV)/installed-test $(EXAMPLES)/installed
-	$(BIN)/python -m pytest tests/serve/test_examples.py
+	EVERY_CASE=1 $(BIN)/python -m pytest tests/serve/test_examples.py
 
 # On a GPU machine: with its own Python, whose torch, triton and cuda-bindings fit its driver. A long
 # traceback shows arguments: to print a tensor of an engine that has ended reads addresses without
