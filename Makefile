@@ -40,7 +40,7 @@ unit: $(VENV)/installed-test $(EXAMPLES)/installed
 test-families: $(VENV)/installed-test
 	EVERY_CASE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal tests/engine/test_tokens.py tests/engine/test_windows.py
 
-# Against a server of the bundled model; `unit` runs them too.
+# Against a server of the bundled model; `unit` runs them too, lm-eval without the tasks that it has itself.
 examples: $(VENV)/installed-test $(EXAMPLES)/installed
 	EVERY_CASE=1 $(BIN)/python -m pytest tests/serve/test_examples.py
 
