@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.cases import EVERY_KERNEL_CASE, covering
 
 from aquifer.kernels.all_reduce import (
     DATA_SLICE_WORDS,
@@ -67,9 +68,17 @@ def parts_of(
     return [(torch.randint(-16, 17, shape, generator=generator) / 4).to(dtype) for _ in range(size)]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("slices", WAYS)
+@pytest.mark.parametrize(
+    ("slices", "size", "dtype"),
+    covering(
+        WAYS,
+        [2, 3],
+        [torch.bfloat16, torch.float16, torch.float32],
+        strength=2,
+        every=EVERY_KERNEL_CASE,
+    ),
+    ids=str,
+)
 def test_each_rank_gets_the_sum(
     device: torch.device, slices: tuple[int, int], size: int, dtype: torch.dtype
 ) -> None:
