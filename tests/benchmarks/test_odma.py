@@ -86,10 +86,10 @@ def test_replays_without_plots(
 ) -> None:
     for name in ("DEMAND_SHARES", "STEADY_SHARES"):
         monkeypatch.setattr(replays, name, (2.0,))
-    rows = measured(part, data, tmp_path, 60)
+    rows = measured(part, data, tmp_path, 30)
     assert all(row["not_completed"] == 0 for row in rows)
     if part == "devices":
-        assert all(sum(row["placed"]) == 60 for row in rows)
+        assert all(sum(row["placed"]) == 30 for row in rows)
     if part == "grouping":
         assert {row["groups_by_bucket"] for row in rows} == {False, True}
 
@@ -127,10 +127,10 @@ def test_static_buckets_and_models() -> None:
 
 
 def test_a_real_model_and_the_overhead(data: Path, tmp_path: Path) -> None:
-    off, prior, oracle = measured("real", data, tmp_path, 30)
+    off, prior, oracle = measured("real", data, tmp_path, 15)
     assert oracle["preemptions"] <= off["preemptions"]
     assert min(off["tokens_per_s"], prior["tokens_per_s"]) > 0
-    rows = measured("overhead", data, tmp_path, 30)
+    rows = measured("overhead", data, tmp_path, 15)
     assert [row["way"] for row in rows] == ["off", "prior"]
 
 
@@ -148,9 +148,9 @@ def test_an_engine_that_serves(data: Path, tmp_path: Path, monkeypatch: pytest.M
         "max_seqs": 64,
         "seconds": 0.1,  # at least one step
     }
-    content = run_part("device", data, tmp_path, 150, ways=[static, virtual], **settings)
+    content = run_part("device", data, tmp_path, 80, ways=[static, virtual], **settings)
     kept = [row for row in content["rows"] if row["way"] == virtual]
-    content = run_part("device", data, tmp_path, 150, ways=[odma, static], **settings)
+    content = run_part("device", data, tmp_path, 80, ways=[odma, static], **settings)
     assert content["failed"] == {}
     assert [row["way"] for row in content["rows"]] == [static] * 3 + [odma] * 3 + [virtual] * 3
     assert content["rows"][6:] == kept
@@ -178,7 +178,7 @@ def test_a_trace_that_is_served_in_short_memory(data: Path, tmp_path: Path) -> N
         "context_tokens": 512,
         "max_seqs": 64,
     }
-    content = run_part("served", data, tmp_path, 5, **settings)
+    content = run_part("served", data, tmp_path, 3, **settings)
     assert [row["way"] for row in content["rows"]] == ["plenty", "off", "prior", "oracle"]
     assert 0 < content["mean_bytes"] <= content["p95_bytes"] <= content["demand_bytes"]
     plenty, *others = content["rows"]

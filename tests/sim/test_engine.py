@@ -97,7 +97,7 @@ def test_the_same_requests_run_in_the_same_steps(
     tmp_path: Path, kv_cache: str, kv_pages: int
 ) -> None:
     """With room for all, and with so little that requests wait and are preempted."""
-    requests = _requests(kv_pages, 50)
+    requests = _requests(kv_pages, 28)
     folder = tiny_llama(tmp_path / "m")
     steps = _Steps(folder, kv_cache, kv_pages)
     try:

@@ -275,7 +275,7 @@ def test_all_requests_are_served_and_skipping_ahead_changes_nothing(
     config = _config(
         2 * WEIGHT_PAGES + 30, MODES[mode], manager=manager, prefix_caching=mode != "whole"
     )
-    requests = _requests(seed=3)
+    requests = _requests(seed=3, count=35)
     ahead = replay(config, requests)
     assert len(ahead.served) == len(requests)
     for record in ahead.served:

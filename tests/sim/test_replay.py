@@ -94,7 +94,7 @@ def test_attention_of_a_prompt_in_chunks_by_hand():
 def test_skipping_ahead_changes_nothing(manager, seed):
     """In pools with room to spare, with little room, and with constant preemption."""
     config = config_of(manager, (400, 90, 45)[seed])
-    requests = _growing(seed, 40) if seed == 2 else _requests(seed, 60, rate=30.0 + 30 * seed)
+    requests = _growing(seed, 25) if seed == 2 else _requests(seed, 35, rate=30.0 + 30 * seed)
     ahead = replay(config, requests)
     _same(ahead, replay(replace(config, fast_forward=False), requests))
     _check(ahead)
