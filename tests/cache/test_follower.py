@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tests.cache.guards import guards_of, in_use_bytes
-from tests.cases import covering, tries
+from tests.cases import EVERY_CASE, covering
 from tests.memory.late_driver import LateDriver
 from tests.memory.queued_mapper import QueuedMapper
 
@@ -177,7 +177,7 @@ class Pair:
     covering(
         (*KV_CACHES, "large pages", "layer-major virtual", "layer-major paged", "background"),
         LAYOUTS,
-        range(tries(8)),
+        range(4),
         strength=2,
     ),
 )
@@ -195,7 +195,7 @@ def test_random_lives(name, layout, seed):
     retained: list[tuple[list[int], int]] = []
     swapped: list[list[SwappedKV]] = []
     done: dict[str, int] = {}
-    for _ in range(250):
+    for _ in range(250 if EVERY_CASE else 120):
         for pool in (
             pair.pool,
             pair.other_pool,

@@ -17,7 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.cache.guards import guards_of, in_use_bytes
-from tests.cases import tries
+from tests.cases import covering, tries
 from tests.memory.late_driver import LateDriver
 from tests.memory.queued_mapper import QueuedMapper
 
@@ -1018,8 +1018,10 @@ def _lives(harness: Harness, attempt: Callable[..., None]) -> None:
     harness.cache.unretain(retained.pop().blocks)
 
 
-@pytest.mark.parametrize("is_late", [False, True])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("name", "layout", "is_late"),
+    covering([*KV_CACHES, "large pages"], LAYOUTS, [False, True], strength=2),
+)
 def test_every_call_refused_once(name, layout, is_late):
     """M6, for all that shares: what the device refuses has changed nothing, and works again.
 
