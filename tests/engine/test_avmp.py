@@ -32,8 +32,9 @@ OPTIONS: dict[str, Any] = {
     "seed": 0,
 }
 NUM_LAYERS = 3
-OUTPUT_TOKENS = 20
+OUTPUT_TOKENS = 14
 GREEDY = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+BEAMS = BeamSearchParams(beam_width=3, max_tokens=OUTPUT_TOKENS, ignore_eos=True).sampling_params()
 PROMPT_TOKENS = (1, 40, 7, 23, 60, 40, 12, 33, 5, 18)
 
 
@@ -50,6 +51,14 @@ def expected(folder: Path) -> list[list[int]]:
     """What the model generates with the paged manager."""
     with LLM(folder, memory="16MiB", kv_cache="paged", **OPTIONS) as llm:
         return tokens(llm.generate(prompts(), GREEDY, use_tqdm=False))
+
+
+@pytest.fixture(scope="module")
+def searched(folder: Path) -> list[list[int]]:
+    """What a beam search finds after the second prompt, with the paged manager."""
+    with LLM(folder, memory="64MiB", kv_cache="paged", **OPTIONS) as llm:
+        (found,) = llm.generate([prompts()[1]], BEAMS, use_tqdm=False)
+    return [list(each.token_ids) for each in found.outputs]
 
 
 def prompts() -> list[list[int]]:
@@ -72,8 +81,9 @@ def test_the_same_tokens(folder: Path, expected: list[list[int]], kv_cache: str)
     with LLM(folder, memory="64MiB", kv_cache=kv_cache, **OPTIONS) as llm:
         lane, cache = only_lane(llm)
         assert lane.prefixes is None
-        for _ in range(2):
-            assert tokens(llm.generate(prompts(), GREEDY, use_tqdm=False)) == expected
+        for count in (len(expected), 3):
+            outputs = llm.generate(prompts()[:count], GREEDY, use_tqdm=False)
+            assert tokens(outputs) == expected[:count]
         assert lane.num_preemptions == 0
         stores = cache.stores.allocator.stores
         assert sum(s.num_slots * s.slot_bytes for s in stores) <= llm.engine.pool.budget_bytes
@@ -133,18 +143,14 @@ def test_requests_wait_for_slots(
 
 
 @pytest.mark.parametrize("kv_cache", BASELINES)
-def test_samples_and_beams(folder: Path, expected: list[list[int]], kv_cache: str) -> None:
+def test_samples_and_beams(
+    folder: Path, expected: list[list[int]], searched: list[list[int]], kv_cache: str
+) -> None:
     """Sequences that fork share blocks, and get copies of states."""
     samples = SamplingParams(n=3, temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
-    beams = BeamSearchParams(beam_width=3, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
-    asked = [samples, beams.sampling_params()]
-    given = [prompts()[1]] * 2
-    with LLM(folder, memory="64MiB", kv_cache="paged", **OPTIONS) as llm:
-        _, searched = llm.generate(given, asked, use_tqdm=False)
+    given, asked = [prompts()[1]] * 2, [samples, BEAMS]
     with LLM(folder, memory="64MiB", kv_cache=kv_cache, **OPTIONS) as llm:
         sampled, found = llm.generate(given, asked, use_tqdm=False)
         assert [list(each.token_ids) for each in sampled.outputs] == [expected[1]] * 3
-        assert [each.token_ids for each in found.outputs] == [
-            each.token_ids for each in searched.outputs
-        ]
+        assert [list(each.token_ids) for each in found.outputs] == searched
         check_idle(llm)

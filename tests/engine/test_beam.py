@@ -7,7 +7,6 @@ the search; if it looks at a prefix that Transformers did not, there is no numbe
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -18,11 +17,12 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.cases import covering
 
 from aquifer.engine.beam import BeamSearch, EarlyStopping, Hypothesis
 
 VOCAB_SIZE = 32
-NUM_PROMPTS = 3
+NUM_PROMPTS = 6
 MAX_NEW_TOKENS = 7
 WIDTHS = range(1, 7)
 LENGTH_PENALTIES = (-1.0, 0.0, 0.5, 1.0, 2.0)
@@ -136,7 +136,7 @@ def test_tokens_order_and_scores_are_those_of_transformers(
     generator = torch.Generator().manual_seed(1)
     ended: Counter[str | None] = Counter()
     num_tokens: Counter[int] = Counter()
-    for width, penalty, stopping in itertools.product(WIDTHS, LENGTH_PENALTIES, EARLY_STOPPING):
+    for width, penalty, stopping in covering(WIDTHS, LENGTH_PENALTIES, EARLY_STOPPING, strength=2):
         prompts = torch.randint(VOCAB_SIZE, (NUM_PROMPTS, 4), generator=generator)
         num_returned = int(torch.randint(1, width + 1, (), generator=generator))
         options: dict[str, Any] = {

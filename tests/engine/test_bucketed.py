@@ -44,18 +44,31 @@ GREEDY = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True
 PROMPT_TOKENS = (1, 40, 7, 23, 60, 40, 12, 33, 5, 18)
 FORECASTS = {"none": None, "short": 2, "right": OUTPUT_TOKENS, "long": 500}
 
-each_shortage = pytest.mark.parametrize(
-    ("forecast", "preemption_mode"),
-    [
-        ("none", "swap"),
-        ("short", "swap"),
-        ("short", "recompute"),
-        ("right", "recompute"),
-        *([("none", "recompute"), ("right", "swap")] if EVERY_CASE else ()),
-    ],
-    indirect=["forecast"],
+SHORTAGES = (
+    ("none", "swap"),
+    ("short", "swap"),
+    ("right", "recompute"),
+    ("short", "recompute"),
+    *((("none", "recompute"), ("right", "swap")) if EVERY_CASE else ()),
 )
-"""Forecasts where memory is short: most is preempted with those that are too short."""
+"""(forecast, preemption) where memory is short: most is preempted with forecasts that are short."""
+
+one_family = pytest.mark.parametrize(
+    "folder", FAMILIES if EVERY_CASE else FAMILIES[:1], indirect=True
+)
+"""For what does not depend on the layers of a model."""
+
+
+def each_shortage(families: tuple[str, ...]) -> pytest.MarkDecorator:
+    """The shortages with these families in turn; with `EVERY_CASE`, each with all."""
+    found = [
+        (family, *shortage)
+        for number, shortage in enumerate(SHORTAGES)
+        for family in (families if EVERY_CASE else [families[number % len(families)]])
+    ]
+    return pytest.mark.parametrize(
+        ("folder", "forecast", "preemption_mode"), found, indirect=["folder", "forecast"]
+    )
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -142,11 +155,13 @@ def test_requests_grouped_by_bucket(folder: Path, expected: list[list[int]]) -> 
     assert orders[1] != orders[0]
 
 
+@one_family
 def test_grouping_needs_buckets(folder: Path) -> None:
     with pytest.raises(ConfigError, match="bucket_grouping needs kv_cache bucketed"):
         LLM(folder, memory="16MiB", kv_cache="paged", bucket_grouping=True, **OPTIONS)
 
 
+@one_family
 def test_an_option_without_effect_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("virtual", "paged"):
         LLM(folder, memory="16MiB", kv_cache=name, block_size=8).close()
@@ -154,6 +169,7 @@ def test_an_option_without_effect_is_told(folder: Path, caplog: pytest.LogCaptur
     assert told == ["block_size has no effect with kv_cache virtual"]
 
 
+@one_family
 def test_bounds_follow_requests_that_end(folder: Path) -> None:
     """Each that ends counts once, in all its completions; the bounds change with the hundredth."""
     short = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
@@ -167,7 +183,7 @@ def test_bounds_follow_requests_that_end(folder: Path) -> None:
         assert cache.bounds.bounds == (16, before[-1])
 
 
-@each_shortage
+@each_shortage(FAMILIES)
 def test_in_little_memory(
     folder: Path, expected: list[list[int]], forecast: int | None, preemption_mode: Any
 ) -> None:
@@ -184,7 +200,7 @@ def test_in_little_memory(
             assert (lane.num_swaps > 0) == (preemption_mode == "swap")
 
 
-@each_shortage
+@each_shortage(FAMILIES[::-1])
 def test_in_memory_that_is_not_virtual(
     folder: Path, expected: list[list[int]], forecast: int | None, preemption_mode: Any
 ) -> None:
@@ -196,8 +212,9 @@ def test_in_memory_that_is_not_virtual(
     with bucketed(folder, guard_pages=False, **options) as (llm, lane, cache):
         assert llm.engine.pool.driver.name == "plain host"
         assert kept_bytes - 2 * 4096 <= cache.kept_bytes <= kept_bytes
-        for _ in range(2):
-            assert tokens(llm.generate(prompts(), GREEDY, use_tqdm=False)) == expected
+        for count in (len(expected), 3):
+            outputs = llm.generate(prompts()[:count], GREEDY, use_tqdm=False)
+            assert tokens(outputs) == expected[:count]
             check_idle(llm)
         if forecast == 2:
             assert cache.num_overflows > 0
@@ -208,6 +225,7 @@ def test_in_memory_that_is_not_virtual(
             llm.generate(prompts()[4], longest, use_tqdm=False)
 
 
+@one_family
 def test_memory_that_is_not_virtual_is_for_one_model(folder: Path) -> None:
     options: dict[str, Any] = {"bucket_memory": "1MiB", "guard_pages": False}
     with bucketed(folder, **options) as (llm, _, _):
@@ -226,6 +244,7 @@ def test_memory_that_is_not_virtual_is_for_one_model(folder: Path) -> None:
         pass
 
 
+@one_family
 def test_buckets_of_equal_widths(folder: Path) -> None:
     """They stay, whatever lengths there are."""
     short = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
@@ -381,6 +400,7 @@ def test_a_crowd_in_short_memory(
         assert sample.compare(llm) == 15
 
 
+@one_family
 def test_other_tokens_are_found(folder: Path) -> None:
     sample = Sample(1, 1)
     request = Request("a", str(folder), [1, 2], GREEDY, 0.0)
@@ -398,6 +418,7 @@ def test_recurrent_state_is_refused(tmp_path: Path) -> None:
         LLM(tmp_path, memory="16MiB", kv_cache="bucketed", **OPTIONS)
 
 
+@one_family
 def test_bounds_in_step_on_two_devices(folder: Path) -> None:
     """Devices that learn from the outputs of both, in one order, have the same buckets."""
     options: dict[str, Any] = {"length_prediction": "prior"}
@@ -433,6 +454,7 @@ def test_bounds_in_step_on_two_devices(folder: Path) -> None:
         assert forecasts[0] == forecasts[1]
 
 
+@one_family
 def test_lengths_of_which_nothing_depends_are_not_kept(folder: Path) -> None:
     with LLM(folder, memory="16MiB", **OPTIONS) as llm:
         llm.engine.share_lengths()

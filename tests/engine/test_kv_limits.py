@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.architectures import ORIGINAL_TOKENS, OUR_DECODER, VOCAB_SIZE, save_tiny
-from tests.cases import covering
+from tests.cases import EVERY_CASE, covering
 from tests.engine.books import KV_LIMITS, SchedulerWorld
 
 from aquifer.bench.soak import check_idle
@@ -111,11 +111,11 @@ def test_samples_equal_those_of_single_requests(
         together = generate(llm, prompts, [samples] * len(prompts))
         check_idle(llm)
     with LLM(folder, kv_cache=kv_cache, enable_prefix_caching=False, **OPTIONS) as llm:
-        for prompt, found in zip(prompts, together, strict=True):
+        for number, (prompt, found) in enumerate(zip(prompts, together, strict=True)):
             first = SamplingParams(seed=5, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
             assert generate(llm, [prompt], first) == [found[:1]]
             # A prompt with some of the output goes on with the same draws and the same KV.
-            for output in found:
+            for output in found if EVERY_CASE else [found[number % 3]]:
                 rest = generate(llm, [prompt + output[:7]], GREEDY)
                 texts = [prompt + output[:7] + rest[0][0][:3]]
                 assert generate(llm, texts, GREEDY)[0][0][:5] == rest[0][0][3:8]

@@ -29,7 +29,7 @@ OPTIONS: dict[str, Any] = {
 LENGTHS = (3, 5, 30, 4, 6, 41, 5, 3, 17, 4)
 """Tokens of the outputs before the last one."""
 
-NUM_REQUESTS = 20
+NUM_REQUESTS = len(LENGTHS)
 
 
 @pytest.fixture(scope="module")

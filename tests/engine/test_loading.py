@@ -107,7 +107,7 @@ def test_the_device_refuses_each_call_of_an_addition(
     """Others run on, and nothing of the model is left."""
     world = open_world(models={"a": "llama"}, kv_cache=kv_cache, is_behind=is_behind)
     for num_failed in count():
-        sent = world.send("a", cases["llama"][num_failed % len(cases["llama"])])
+        sent = world.send("a", make_short(cases["llama"]))
         world.step()
         before = dict(world.driver.reservations)
         world.driver.fail_at = world.driver.num_calls + num_failed
@@ -160,7 +160,7 @@ def test_the_device_refuses_each_call_of_a_load(
     )
     driver, engine = world.driver, world.engine
     for num_failed in count():
-        other = world.send("a", cases["llama"][0])
+        other = world.send("a", make_short(cases["llama"]))
         world.step()
         engine.unload_model("b")
         engine.pool.trim()  # or there would be pages at hand
@@ -173,14 +173,14 @@ def test_the_device_refuses_each_call_of_a_load(
         else:
             break
         driver.fail_at = driver.num_calls + num_failed
-        sent = world.send("b", cases["sparse-kv"][0])
+        sent = world.send("b", make_short(cases["sparse-kv"]))
         world.finish()
         # The first call is of the load in any case; how many more are depends on pages in stock.
         assert sent.error is not None or num_failed > 0
         for one in (sent, other):
             assert one.error is None or "INJECTED" in one.error
         driver.fail_at = None
-        world.finished(world.send("b", cases["sparse-kv"][0]))
+        world.finished(world.send("b", make_short(cases["sparse-kv"])))
     driver.fail_at = None
     assert num_failed >= 1
     world.finish()

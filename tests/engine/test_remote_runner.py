@@ -39,6 +39,7 @@ from aquifer.weights.checkpoint import Checkpoint
 
 MAX_SEQS = 9
 MAX_TOKENS = 96
+OUTPUT_TOKENS = 24
 SWAP_BYTES = 1 << 20
 STEP_TOKENS = 20
 NAMES = ("llama", "sparse-kv", "no-kv", "windows", "sliding")
@@ -131,7 +132,7 @@ def served_here(folder: Path) -> Results:
     )
     results: Results = {}
     with closing(Engine.open(config, planner=plan_tiny)) as engine:
-        for request in requests():
+        for request in requests(14, OUTPUT_TOKENS):
             engine.add(request)
         while engine.has_work:
             for output in engine.step():
@@ -149,7 +150,7 @@ def most_pages(factory: CacheFactory, layout: KVLayout) -> int:
         cache = factory(pool, Owner("m", Kind.KV), layout, MAX_SEQS, MAX_TOKENS)
         resources.callback(cache.close)
         cache.keep_checkpoints()
-        return cache.footprint.most(9, 80, 3)
+        return cache.footprint.most(9, 64, 3)
 
 
 def served_there(
@@ -181,7 +182,7 @@ def served_there(
         )
         lane = open_lane(resources, assembly, spec)
         remote.begin(folder, lane.cache.tensors.shape)
-        for number, request in enumerate(requests()):
+        for number, request in enumerate(requests(14, OUTPUT_TOKENS)):
             prompt = np.array(request.prompt_token_ids, np.int32)
             params = request.params
             group = SequenceGroup.of(

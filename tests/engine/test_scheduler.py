@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from tests.cases import covering, tries
+from tests.cases import EVERY_CASE, covering, tries
 from tests.engine.books import KV_LIMITS, MAX_TOKENS, PAGE_BYTES, SchedulerWorld
 
 from aquifer.cache import KV_CACHES
@@ -23,6 +23,9 @@ from aquifer.engine.planning import chunk_tokens
 from aquifer.engine.policies import ModelState, Policies
 from aquifer.memory.pool import Kind, Owner
 
+NUM_REQUESTS = 30 if EVERY_CASE else 18
+"""Requests to each random world."""
+
 
 @pytest.mark.parametrize(
     ("seed", "cache", "faulty", "windows"),
@@ -32,14 +35,14 @@ def test_every_request_ends(seed: int, cache: str, faulty: bool, windows: bool) 
     with ExitStack() as resources:
         world = SchedulerWorld.crowded(seed, cache, resources, faulty=faulty, windows=windows)
         rate = world.random.choice((0.05, 0.3, 1.0))
-        while len(world.requests) < 30:
+        while len(world.requests) < NUM_REQUESTS:
             if world.random.random() < rate:
                 world.arrive()
             if world.live and world.random.random() < 0.02:
                 world.abort()
             world.step()
         # The most steps possible: all requests run alone and start again for each token.
-        steps_left = 3 * 30 * MAX_TOKENS * (1 + MAX_TOKENS // world.max_batched_tokens)
+        steps_left = 3 * NUM_REQUESTS * MAX_TOKENS * (1 + MAX_TOKENS // world.max_batched_tokens)
         while world.scheduler.has_work:
             world.step()
             steps_left -= 1
@@ -58,7 +61,7 @@ def test_steps_fail_at_random(seed: int, cache: str, windows: bool) -> None:
         world = SchedulerWorld.crowded(
             seed, cache, resources, faulty=False, failure_rate=0.03, windows=windows
         )
-        while len(world.requests) < 30:
+        while len(world.requests) < NUM_REQUESTS:
             world.arrive()
             if world.live and world.random.random() < 0.05:
                 world.abort()
@@ -170,7 +173,7 @@ def test_what_fits_alone_is_served(
             Owner("others", Kind.WEIGHTS), world.pool.budget_bytes // PAGE_BYTES - num_pages
         )
         assert others is not None
-        for _ in range(6):
+        for _ in range(4):
             for _ in range(num_together):
                 world.add(lane, num_prompt, random.randint(num_prompt + 1, num_total), **options)
             world.finish()

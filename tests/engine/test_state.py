@@ -179,9 +179,12 @@ def test_prefixes_are_found_with_their_state(
     def whole(num_tokens: int) -> int:
         return num_tokens // grain * grain
 
+    leaving = list(zip(COMMON, of.leaving, strict=True))
+    if max_num_batched_tokens == 1:  # the others would have only more of the same steps
+        leaving = leaving[:2]
     assert serve(world, of.long) == [0]
     assert serve(world, of.long) == [whole(LONG_TOKENS - 1)]
-    for num_common, (first, second) in zip(COMMON, of.leaving, strict=True):
+    for num_common, (first, second) in leaving:
         (num_cached,) = serve(world, first)
         assert num_cached % grain == 0
         assert num_cached <= whole(num_common)
@@ -190,8 +193,8 @@ def test_prefixes_are_found_with_their_state(
         assert serve(world, second) == [whole(num_common)]
         (num_cached,) = serve(world, first)
         assert whole(num_common) <= num_cached <= whole(len(first.prompt) - 1)
-    serve(world, *of.alone, of.samples, of.beams, of.long, *(pair[1] for pair in of.leaving))
-    cached = serve(world, of.samples, of.long, of.beams, *(pair[0] for pair in of.leaving))
+    serve(world, *of.alone, of.samples, of.beams, of.long, *(pair[1] for _, pair in leaving))
+    cached = serve(world, of.samples, of.long, of.beams, *(pair[0] for _, pair in leaving))
     assert min(cached) > 0
     clear(world)
     assert serve(world, of.long) == [0]

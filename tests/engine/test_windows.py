@@ -29,7 +29,7 @@ FAMILIES = (
     *(("gemma2", "olmo3", "exaone4", "phi3", "mixtral", "gpt_oss") if EVERY_CASE else ()),
 )
 
-OUTPUT_TOKENS = 30
+OUTPUT_TOKENS = 3 * WINDOW_TOKENS + 1
 OPTIONS: dict[str, Any] = {"page_size": "4KiB", "block_size": 4, "seed": 0}
 GREEDY = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
 
