@@ -39,7 +39,7 @@ OPTIONS: dict[str, Any] = {
     "max_num_seqs": 8,
     "seed": 0,
 }
-OUTPUT_TOKENS = 24
+OUTPUT_TOKENS = 16
 GREEDY = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
 PROMPT_TOKENS = (1, 40, 7, 23, 60, 40, 12, 33, 5, 18)
 FORECASTS = {"none": None, "short": 2, "right": OUTPUT_TOKENS, "long": 500}
