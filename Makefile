@@ -34,7 +34,7 @@ types: $(VENV)/installed-test
 unit: $(VENV)/installed-test $(EXAMPLES)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
-# Every family in two shapes, both caches, chunks of 1, 7 and 512 tokens, with preemption: the tokens
+# Every family in two shapes, both caches, chunks of 1, 11 and 512 tokens, with preemption: the tokens
 # of Transformers. `unit` runs a part of it. EVERY_CASE=1 has the same effect on `unit`, where other
 # tests run some combinations of their options (tests/cases.py).
 test-families: $(VENV)/installed-test
