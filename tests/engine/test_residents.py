@@ -18,8 +18,8 @@ from aquifer.engine.policies.residents import Resident, ResidentsSnapshot, longe
 from aquifer.engine.reports import ModelState
 from aquifer.memory.owners import Kind, Owner
 
-NUM_MIXED = 1000 if EVERY_CASE else 300
-"""Requests of each mixed workload."""
+NUM_MIXED = 1000
+"""Requests of each of the two mixed workloads that always run."""
 NAMES = ("a", "b", "c", "d")
 CHECKPOINTS = {"a": "llama", "b": "llama-tied", "c": "sparse-kv", "d": "windows"}
 
