@@ -34,7 +34,7 @@ from lm_eval.tasks import TaskManager
 TaskManager.__init__ = partialmethod(TaskManager.__init__, include_defaults=False)
 sys.exit(cli_evaluate())
 """
-"""lm-eval without the 14,000 files of its own tasks, which take it 20 s to read, whatever it runs."""
+"""lm-eval without the 14,000 files of its own tasks, which take 20 s to read whatever it runs."""
 
 
 @pytest.fixture(scope="module")
