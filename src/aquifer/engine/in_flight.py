@@ -22,7 +22,7 @@ class InFlight:
     """A step that was launched on the device."""
 
     most_new: IntArray  # [m], as in the step
-    token_ids: torch.Tensor  # [m], on the host, complete once the fence has passed; not for long
+    token_ids: torch.Tensor  # [m], on the host; valid from the fence until some steps later
     fence: Fence | None
     reported: IntArray  # indices into `token_ids` whose log probabilities were asked for
     logprobs: Entries | None = None  # their log probabilities
