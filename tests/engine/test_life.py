@@ -17,7 +17,7 @@ from aquifer.engine.params import Request, SamplingParams
 from aquifer.errors import CapacityError, ConfigError, RequestError, UnknownModelError
 
 NAMES = ("a", "b", "c", "d")
-NUM_OPERATIONS = 300 if EVERY_CASE else 200
+NUM_OPERATIONS = 300
 
 
 # --- at random -----------------------------------------------------------------------------------
