@@ -56,7 +56,7 @@ SHORTAGES = (
 one_family = pytest.mark.parametrize(
     "folder", FAMILIES if EVERY_CASE else FAMILIES[:1], indirect=True
 )
-"""For what does not depend on the layers of a model."""
+"""Runs a test with one family: what it tests is the same for all."""
 
 
 def each_shortage(families: tuple[str, ...]) -> pytest.MarkDecorator:

@@ -60,8 +60,8 @@ PREEMPTIONS = [("paged", 1), ("virtual", 1), ("virtual", 0)]
 
 
 STEP_TURNS = (None, 0, 1, None, 1, 0)
-"""Of six architectures in a row, the one of `STEPS` that each runs in: prompts in chunks beside
-sequences that decode, in either KV cache. The others do that under preemption."""
+"""Which of `STEPS` each of six architectures in a row runs in: prompts in chunks beside sequences
+that decode, in either KV cache. Where it is None, the architecture does that under preemption."""
 
 PREEMPTION_TURNS = (0, None, None, 1, None, None)
 """Likewise of `PREEMPTIONS`, for a third of the architectures: sequences that begin again. What
