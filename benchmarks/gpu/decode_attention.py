@@ -6,6 +6,10 @@ read, over the time of the kernel, or of both kernels if a second one merges par
 copy counts bytes read and written.
 
     python benchmarks/gpu/decode_attention.py --output result.json
+
+Layouts: "contiguous" and "paged" with the Triton kernel, and "clusters", contiguous KV with the one
+of few rows, where it can run.
+
     python benchmarks/gpu/decode_attention.py --sweep --shapes 64x2048 1x8192 --output sweep.json
 
 `--sweep` varies one field of the config after another, from the default, and keeps the best.
@@ -27,6 +31,7 @@ from triton.runtime.errors import OutOfResources
 
 from aquifer.bench.floor import device_copy_bandwidth
 from aquifer.bench.result import save
+from aquifer.kernels import cluster_attention
 from aquifer.kernels.decode_attention import (
     Config,
     Workspace,
@@ -68,6 +73,17 @@ class Shape:
 SHAPES = (
     Shape(1, 8192),
     Shape(8, 4096),
+    Shape(1, 512),
+    Shape(1, 2048),
+    Shape(2, 576),
+    Shape(4, 576),
+    Shape(8, 576),
+    Shape(16, 576),
+    Shape(4, 4096),
+    Shape(16, 4096),
+    Shape(32, 4096),
+    Shape(1, 32768),
+    Shape(1, 131072, num_layers=16),
     Shape(32, 1024),
     Shape(64, 2048),
     Shape(128, 2048, num_kv_heads=4),
@@ -108,7 +124,7 @@ class Batch:
         num_blocks = shape.batch * shape.tokens // BLOCK_SIZE
         self.tables = torch.randperm(num_blocks, device="cuda").view(shape.batch, -1)
 
-    def layer_kv(self, layer: int, *, paged: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def layer_kv(self, layer: int, *, paged: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a layer's K and V, [slots, tokens, kv_heads, dim] or [blocks, 16, ...]."""
         kv = self.kv[:, :, layer]
         if paged:
@@ -243,7 +259,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--sweep", action="store_true", help="search for better configs")
     parser.add_argument("--shapes", nargs="*", default=[s.name for s in SHAPES])
-    parser.add_argument("--layouts", nargs="*", default=["contiguous", "paged"])
+    parser.add_argument("--layouts", nargs="*", default=["contiguous", "clusters", "paged"])
     parser.add_argument("--repeats", type=int, default=20)
     arguments = parser.parse_args()
 
@@ -259,9 +275,13 @@ def main() -> None:
         """Measure, record and print; return a layer's median seconds, infinite if too large."""
         label = f"{batch.shape.name:9} {batch.shape.num_kv_heads} {layout:10}"
         cut = (
-            f"heads {config.kv_heads_per_program} tokens {config.block_tokens:3} "
-            f"shares {config.num_shares:4} warps {config.num_warps} stages {config.num_stages} "
-            f"kernels {1 if config.merges_itself else 2}"
+            "by clusters"
+            if config.by_clusters
+            else (
+                f"heads {config.kv_heads_per_program} tokens {config.block_tokens:3} "
+                f"shares {config.num_shares:4} warps {config.num_warps} stages {config.num_stages} "
+                f"kernels {1 if config.merges_itself else 2}"
+            )
         )
         try:
             times = measure_config(batch, config, arguments.repeats, paged=layout == "paged")
@@ -293,6 +313,9 @@ def main() -> None:
             continue
         batch = Batch(shape)
         for layout in arguments.layouts:
+            by_clusters = layout == "clusters"
+            if by_clusters and not cluster_attention.fits(batch.query, batch.layer_kv(0)[1]):
+                continue
             best = default_config(
                 shape.batch,
                 batch.num_heads,
@@ -302,8 +325,9 @@ def main() -> None:
                 num_multiprocessors,
                 paged=layout == "paged",
             )
+            best = replace(best, by_clusters=by_clusters)
             seen = {best: run(batch, best, layout)}
-            if not arguments.sweep:
+            if by_clusters or not arguments.sweep:
                 continue
             for changes in variations(shape.num_kv_heads, num_multiprocessors):
                 for change in changes:

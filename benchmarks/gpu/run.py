@@ -9,7 +9,7 @@ possible; a process that fails does not affect the others. Every measurement is 
 folder of `--output`, and the final table is made from these files. The parts:
 
 - start: from a new process to the first token, twice;
-- latency: decode steps at batch 1, 32, 128 and 256, 512 prompt tokens, 128 output tokens; of the
+- latency: decode steps at batch 1 to 256, 512 prompt tokens, 128 output tokens; of the
   models that stand for a family, at batch 1, 32 and 128, of large ones at 1 and 32;
 - throughput: 256 requests, 100 to 1024 tokens in and out, temperature 0.6;
 - prefill: 64 prompts of 2048 tokens;
@@ -66,14 +66,15 @@ FAMILIES = (
 that the Transformers backend serves."""
 
 PARTS = ("start", "latency", "throughput", "prefill", "growing", "paged")
-BATCH_SIZES = (1, 32, 128, 256)
-FAMILY_BATCH_SIZES = BATCH_SIZES[:3]
-LARGE_BATCH_SIZES = BATCH_SIZES[:2]
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 128, 256)
+TARGET_BATCH_SIZES = (1, 32, 128, 256)
+FAMILY_BATCH_SIZES = TARGET_BATCH_SIZES[:3]
+LARGE_BATCH_SIZES = TARGET_BATCH_SIZES[:2]
 PROMPT, OUTPUT = LengthRange(512, 512), LengthRange(128, 128)
 MIXED = LengthRange(100, 1024)
 SEED = 0
 
-FIGURES = (*(f"step {size}" for size in BATCH_SIZES), "throughput", "prefill", "start")
+FIGURES = (*(f"step {size}" for size in TARGET_BATCH_SIZES), "throughput", "prefill", "start")
 """Figures with a target: milliseconds per step, tokens per second, seconds."""
 
 TARGETS: dict[str, dict[str, float]] = {

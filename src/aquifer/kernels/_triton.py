@@ -285,6 +285,28 @@ class _Zeros(TorchFunctionMode):
         return result.zero_() if func in _EMPTY else result
 
 
+class _Later(threading.local):
+    builds: dict[str, Callable[[], None]] | None = None
+
+
+_later = _Later()
+
+
+def compile_later(key: str, build: Callable[[], None]) -> bool:
+    """Have a kernel built when the body of `compiled_together` ends; False outside of one.
+
+    It is not launched before.
+
+    Args:
+        key: names what is built.
+        build: builds it, in another thread.
+    """
+    if _later.builds is None:
+        return False
+    _later.builds.setdefault(key, build)
+    return True
+
+
 @contextmanager
 def compiled_together(
     device: torch.device, on_compiled: Callable[[int, int], None] = lambda _, __: None
@@ -315,13 +337,16 @@ def compiled_together(
         wanted.setdefault(launch["compile"]["specialization_data"], launch["fn"].jit_function)
         return True
 
+    builds: dict[str, Callable[[], None]] = {}
     hooks = triton.knobs.runtime
     before, hooks.jit_cache_hook = hooks.jit_cache_hook, note
+    _later.builds = builds
     try:
         with _Zeros():
             yield
     finally:
         hooks.jit_cache_hook = before
+        _later.builds = None
 
     def build(description: str) -> Any:
         compiled = wanted[description].preload(description)
@@ -329,15 +354,16 @@ def compiled_together(
         triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
         return compiled
 
-    if not wanted:
+    if not wanted and not builds:
         return
     start_compiler(device).join()
     with ThreadPoolExecutor(
         thread_name_prefix="compile", initializer=torch.cuda.set_device, initargs=(device,)
     ) as threads:
         jobs = [threads.submit(build, description) for description in wanted]
-        for num_done, _ in enumerate(as_completed(jobs), 1):
-            on_compiled(num_done, len(jobs))
+        others = [threads.submit(each) for each in builds.values()]
+        for num_done, _ in enumerate(as_completed([*jobs, *others]), 1):
+            on_compiled(num_done, len(jobs) + len(others))
     # One after another: when Python loads a launcher of Triton 3.6 again, which kernels with equal
     # arguments share, it puts its functions into the module of the launcher that was loaded last.
     # A thread that loads one meanwhile would take the function of the other.

@@ -19,6 +19,8 @@ at once, which gives longer contiguous reads. A matrix product needs at least 16
 queries of several KV heads in them, few are padding. Scores of a query with another head's keys
 are masked.
 
+Two to eight rows of contiguous KV have a kernel of their own on Hopper (`cluster_attention.py`).
+
 Shapes throughout: B rows, one query token each. `keys` and `values` are [blocks, block_size,
 kv_heads, dim]; the last stride is 1, the others are any. Paged: `tables` [slots, max_blocks] are
 the block tables, a slot's blocks in order. Contiguous: `tables` is None, and a slot is one block,
@@ -28,7 +30,7 @@ as long as the longest sequence.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -48,6 +50,7 @@ from aquifer.kernels._triton import (
     tl,
 )
 from aquifer.kernels.alibi import load_slopes, with_alibi
+from aquifer.kernels.cluster_attention import MOST_COUNTERS, are_aligned, cluster_attention, fits
 from aquifer.kernels.sinks import load_sinks, softmax_with_sinks
 
 _MERGE_ELEMENTS = 8192
@@ -83,6 +86,9 @@ class Config:
     merges_itself: bool = True  # False: a second kernel merges
     # Whether the next kernel may start before this one has read its keys, and not only when it has.
     releases_early: bool = False
+    # Whether clusters of blocks attend, where no option is given that they do not know
+    # (`cluster_attention.py`). The rest is then of no meaning.
+    by_clusters: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +120,8 @@ def _workspace_sizes(
 ) -> tuple[int, int]:
     """Elements of `partials` (two results with log-sum-exp per share) and of `counters`."""
     groups = num_kv_heads // config.kv_heads_per_program
-    return config.num_shares * 2 * num_heads * (value_dim + 1), config.num_shares * groups
+    num_counters = max(config.num_shares * groups, MOST_COUNTERS)
+    return config.num_shares * 2 * num_heads * (value_dim + 1), num_counters
 
 
 class DecodeWorkspaces:
@@ -154,6 +161,7 @@ class DecodeWorkspaces:
             count_multiprocessors(values.device),
             paged=paged,
         )
+        config = replace(config, by_clusters=not paged and fits(query, values))
         sizes = _workspace_sizes(config, num_heads, num_kv_heads, value_dim)
         workspace = self._workspaces.get((values.device, *sizes))
         if workspace is None:
@@ -340,6 +348,21 @@ def decode_attention(
         )
         return
     if batch == 0:
+        return
+    has_options = (window_tokens, softcap, sinks, slopes) != (None, None, None, None)
+    if config.by_clusters and not has_options and are_aligned(query, keys, values):
+        cluster_attention(
+            query,
+            keys,
+            values,
+            slots,
+            lengths,
+            out,
+            workspace.partials,
+            workspace.counters,
+            scale=scale,
+            beside=beside,
+        )
         return
     # partials: [shares, 2, heads, value_dim], lse: [shares, 2, heads]
     num_lse = config.num_shares * 2 * num_heads

@@ -1,0 +1,221 @@
+"""Kernels in CUDA C++, compiled by NVRTC at first use, for what Triton cannot express.
+
+That is blocks of a cluster that read each other's shared memory, and copies to shared memory that
+are begun before a kernel waits for its predecessor. Such a kernel keeps the rules of `_triton.py`,
+is launched with `_triton.launch`, and is compiled with the others by `compiled_together`. What was
+compiled is kept on disk, in the folder where Triton keeps what it compiles.
+
+NVRTC comes with PyTorch for CUDA. Sources are files of this package that include nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from aquifer.kernels._triton import (
+    compilations,
+    compile_later,
+    is_hopper,
+    kernel_folder,
+    launch_options,
+)
+
+_log = logging.getLogger(__name__)
+
+MOST_SHARED_BYTES = 227 << 10
+"""Shared memory that a block may have, on Hopper and on Blackwell's data centre GPUs."""
+
+_TYPES: Mapping[type, Any] = {float: ctypes.c_float}
+"""C types of a kernel's parameters by the argument's type; tensors are addresses, and integers 64
+bits wide."""
+
+
+class CudaError(RuntimeError):
+    """NVRTC or the driver refused a kernel."""
+
+
+@cache
+def has_clusters(device: torch.device) -> bool:
+    """Whether kernels with clusters of large blocks can be compiled for a device: Hopper and later.
+
+    A warning is logged where that fails only for want of NVRTC.
+    """
+    if not is_hopper(device):
+        return False
+    properties: Any = torch.cuda.get_device_properties(device)
+    if properties.shared_memory_per_block_optin < MOST_SHARED_BYTES:
+        return False
+    try:
+        from cuda.bindings import nvrtc
+
+        known = _call(nvrtc.nvrtcGetSupportedArchs)
+    except (ImportError, RuntimeError) as error:
+        _log.warning("decode attention of few sequences is slower, for want of NVRTC: %s", error)
+        return False
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor in known
+
+
+class CudaKernel:
+    """A function of a source file with macros, on one device.
+
+    Args:
+        file: name of the source file in this package.
+        macros: macros that it is compiled with.
+        device: the device.
+        num_threads: threads of a block.
+        cluster: blocks of a cluster, neighbours in the grid's first dimension.
+        shared_bytes: dynamic shared memory of a block.
+
+    The function's name is that of the file. Pointers and integers are 64 bits wide, and other
+    numbers are floats.
+    """
+
+    def __init__(
+        self,
+        file: str,
+        macros: Mapping[str, int],
+        device: torch.device,
+        *,
+        num_threads: int,
+        cluster: int,
+        shared_bytes: int,
+    ) -> None:
+        self._file = file
+        self._options = tuple(f"--define-macro={name}={value}" for name, value in macros.items())
+        self._device = device
+        self._num_threads = num_threads
+        self._cluster = cluster
+        self._shared_bytes = shared_bytes
+        self._function: Any = None
+        self._building = threading.Lock()
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., CudaKernel | None]:
+        """What launches the kernel with this grid: a function of its arguments.
+
+        It returns the kernel, or None if `compiled_together` is to compile it first.
+        """
+
+        def run(*arguments: Any) -> CudaKernel | None:
+            if self._function is None:
+                if compile_later(f"{self._file} {self._options}", self._build):
+                    return None
+                self._build()
+            self._launch((*grid, 1, 1)[:3], arguments)
+            return self
+
+        return run
+
+    def _launch(self, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
+        from cuda.bindings import driver
+
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = self._num_threads, 1, 1
+        config.sharedMemBytes = self._shared_bytes
+        config.hStream = driver.CUstream(torch.cuda.current_stream(self._device).cuda_stream)
+        kinds = driver.CUlaunchAttributeID
+        cluster = driver.CUlaunchAttribute()
+        cluster.id = kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        size = driver.CUlaunchAttributeValue()
+        size.clusterDim.x, size.clusterDim.y, size.clusterDim.z = self._cluster, 1, 1
+        cluster.value = size
+        attributes = [cluster]
+        if launch_options(self._device)["overlaps"]:
+            early = driver.CUlaunchAttribute()
+            early.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            allowed = driver.CUlaunchAttributeValue()
+            allowed.programmaticStreamSerializationAllowed = 1
+            early.value = allowed
+            attributes.append(early)
+        config.attrs, config.numAttrs = attributes, len(attributes)
+        values = tuple(
+            argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
+            for argument in arguments
+        )
+        types = tuple(_TYPES.get(type(value), ctypes.c_uint64) for value in values)
+        _call(driver.cuLaunchKernelEx, config, self._function, (values, types), 0)
+
+    def _build(self) -> None:
+        """Compile and load the kernel, or load it from disk."""
+        from cuda.bindings import driver
+
+        with self._building:
+            if self._function is not None:
+                return
+            compilations.count += 1
+            major, minor = torch.cuda.get_device_capability(self._device)
+            options = (f"--gpu-architecture=sm_{major}{minor}", "--std=c++17", *self._options)
+            with torch.cuda.device(self._device):
+                module = _call(driver.cuModuleLoadData, _compiled(self._file, options))
+            name = self._file.partition(".")[0].encode()
+            function = _call(driver.cuModuleGetFunction, module, name)
+            shared = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _call(driver.cuFuncSetAttribute, function, shared, self._shared_bytes)
+            self._function = function
+
+
+def _compiled(file: str, options: tuple[str, ...]) -> bytes:
+    """The machine code of a source file, from disk if it was compiled before."""
+    from cuda.bindings import nvrtc
+
+    source = files("aquifer.kernels").joinpath(file).read_bytes()
+    parts = (source, *options, *map(str, _call(nvrtc.nvrtcVersion)))
+    key = hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
+    path = Path(kernel_folder()) / f"aquifer-{key[:32]}.cubin"
+    try:
+        return path.read_bytes()
+    except OSError:
+        code = _compile(source, file, options)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as whole:
+            whole.write(code)
+        os.replace(whole.name, path)
+    except OSError as error:
+        _log.warning("cannot keep a compiled kernel in %s: %s", path.parent, error)
+    return code
+
+
+def _compile(source: bytes, file: str, options: tuple[str, ...]) -> bytes:
+    """Compile a source.
+
+    Raises:
+        CudaError: it has errors.
+    """
+    from cuda.bindings import nvrtc
+
+    program = _call(nvrtc.nvrtcCreateProgram, source, file.encode(), 0, [], [])
+    encoded = [option.encode() for option in options]
+    (result,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
+    if int(result):
+        log = bytes(_call(nvrtc.nvrtcGetProgramLogSize, program))
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise CudaError(f"NVRTC cannot compile {file}:\n{log.decode(errors='replace')}")
+    code = bytes(_call(nvrtc.nvrtcGetCUBINSize, program))
+    _call(nvrtc.nvrtcGetCUBIN, program, code)
+    return code
+
+
+def _call(function: Callable[..., tuple[Any, ...]], *arguments: Any) -> Any:
+    """Call NVRTC or the driver; returns what comes after the status: a value, several, or None.
+
+    Raises:
+        CudaError: it refused.
+    """
+    status, *values = function(*arguments)
+    if int(status):
+        raise CudaError(f"{function.__name__}: {status}")
+    return values[0] if len(values) == 1 else values or None
