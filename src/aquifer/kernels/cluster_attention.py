@@ -100,8 +100,8 @@ def cluster_attention(
 ) -> None:
     """Attend over all KV of each row's sequence; see `decode_attention.decode_attention`.
 
-    Pre-conditions: `fits`, but for the number of rows, and `are_aligned`. `slots` and `lengths` have
-    one dtype.
+    Pre-conditions: `fits`, but for the number of rows, and `are_aligned`. `slots` and `lengths`
+    have one dtype.
 
     Args:
         query: [B, heads, dim].
