@@ -324,8 +324,10 @@ def rows(model: str, output: Path) -> Iterator[tuple[str, str, float, float | No
         yield f"start {number}, after imports, s", "start", seconds, None, remark
 
 
-def verdict(key: str, ours: float, target: float) -> str:
-    """Whether a figure meets its target."""
+def verdict(key: str, ours: float, target: float | None) -> str:
+    """Whether a figure meets its target, if it has one."""
+    if target is None:
+        return ""
     is_met = ours >= target if key in ("throughput", "prefill") else ours <= target
     return "ok" if is_met else "MISSED"
 
@@ -341,10 +343,6 @@ def summary(models: list[str], output: Path) -> Table:
             target = TARGETS.get(model, {}).get(key)
             if target is None and floor is not None and model in TIMES_FLOOR:
                 target = TIMES_FLOOR[model] * floor
-            verdict = ""
-            if target is not None and "paged" not in what:
-                is_rate = key in ("throughput", "prefill")
-                verdict = "ok" if (ours >= target if is_rate else ours <= target) else "MISSED"
             table.add_row(
                 what,
                 *(
@@ -352,7 +350,7 @@ def summary(models: list[str], output: Path) -> Table:
                     for value in (ours, target, VLLM.get(model, {}).get(key))
                 ),
                 "" if floor is None else f"{floor:,.0f}" if floor > 1000 else f"{floor:.3f}",
-                verdict,
+                verdict(key, ours, None if "paged" in what else target),
                 remark,
             )
         growth = read(result_file(output, model, "growing"))

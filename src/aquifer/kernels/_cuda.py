@@ -14,7 +14,6 @@ import ctypes
 import hashlib
 import logging
 import os
-import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -159,7 +158,7 @@ class CudaKernel:
             major, minor = torch.cuda.get_device_capability(self._device)
             options = (f"--gpu-architecture=sm_{major}{minor}", "--std=c++17", *self._options)
             with torch.cuda.device(self._device):
-                module = _call(driver.cuModuleLoadData, _compiled(self._file, options))
+                module = _call(driver.cuModuleLoadData, compiled(self._file, options))
             name = self._file.partition(".")[0].encode()
             function = _call(driver.cuModuleGetFunction, module, name)
             shared = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -167,7 +166,7 @@ class CudaKernel:
             self._function = function
 
 
-def _compiled(file: str, options: tuple[str, ...]) -> bytes:
+def compiled(file: str, options: tuple[str, ...]) -> bytes:
     """The machine code of a source file, from disk if it was compiled before."""
     from cuda.bindings import nvrtc
 
@@ -181,9 +180,9 @@ def _compiled(file: str, options: tuple[str, ...]) -> bytes:
         code = _compile(source, file, options)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as whole:
-            whole.write(code)
-        os.replace(whole.name, path)
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+        unfinished.write_bytes(code)
+        unfinished.replace(path)
     except OSError as error:
         _log.warning("cannot keep a compiled kernel in %s: %s", path.parent, error)
     return code

@@ -285,11 +285,12 @@ class _Zeros(TorchFunctionMode):
         return result.zero_() if func in _EMPTY else result
 
 
-class _Later(threading.local):
+class _Collected(threading.local):
     builds: dict[str, Callable[[], None]] | None = None
 
 
-_later = _Later()
+collected = _Collected()
+"""What `compile_later` was given in the body of this thread's `compiled_together`; None outside."""
 
 
 def compile_later(key: str, build: Callable[[], None]) -> bool:
@@ -301,9 +302,9 @@ def compile_later(key: str, build: Callable[[], None]) -> bool:
         key: names what is built.
         build: builds it, in another thread.
     """
-    if _later.builds is None:
+    if collected.builds is None:
         return False
-    _later.builds.setdefault(key, build)
+    collected.builds.setdefault(key, build)
     return True
 
 
@@ -340,13 +341,13 @@ def compiled_together(
     builds: dict[str, Callable[[], None]] = {}
     hooks = triton.knobs.runtime
     before, hooks.jit_cache_hook = hooks.jit_cache_hook, note
-    _later.builds = builds
+    collected.builds = builds
     try:
         with _Zeros():
             yield
     finally:
         hooks.jit_cache_hook = before
-        _later.builds = None
+        collected.builds = None
 
     def build(description: str) -> Any:
         compiled = wanted[description].preload(description)

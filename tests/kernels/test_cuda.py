@@ -1,0 +1,121 @@
+"""Kernels in CUDA C++ as far as no GPU is needed: what is compiled, when, and what is kept."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from aquifer.kernels import _cuda, _triton
+from aquifer.kernels._cuda import CudaError, CudaKernel, has_clusters
+
+FILE = "cluster_attention.cu"
+
+
+class FakeNvrtc:
+    """Compiles a source to nothing of seven bytes, unless an option is `bad`."""
+
+    def __init__(self) -> None:
+        self.num_compiled = 0
+        self.nvrtcVersion = lambda: (0, 13, 0)
+        self.nvrtcGetSupportedArchs = lambda: (0, [80, 90])
+        self.nvrtcGetProgramLogSize = lambda _: (0, 20)
+        self.nvrtcGetProgramLog = lambda _, log: (len(log) - 20,)
+        self.nvrtcGetCUBINSize = lambda _: (0, 7)
+        self.nvrtcGetCUBIN = lambda _, code: (len(code) - 7,)
+        self.nvrtcCreateProgram = lambda source, *_: (0, source)
+        self.nvrtcCompileProgram = self.compile
+
+    def compile(self, program: bytes, count: int, options: list[bytes]) -> tuple[int]:
+        assert b"__global__" in program
+        assert len(options) == count
+        self.num_compiled += 1
+        return (6 if b"bad" in options else 0,)
+
+
+@pytest.fixture
+def nvrtc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeNvrtc:
+    fake = FakeNvrtc()
+    bindings = SimpleNamespace(nvrtc=fake)
+    monkeypatch.setitem(sys.modules, "cuda", SimpleNamespace(bindings=bindings))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+    monkeypatch.setattr(_cuda, "kernel_folder", lambda: str(tmp_path / "kernels"))
+    return fake
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """What torch says of a device; a test may change it."""
+    device = SimpleNamespace(capability=(9, 0), shared=_cuda.MOST_SHARED_BYTES)
+    monkeypatch.setattr(_cuda, "is_hopper", lambda _: device.capability >= (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: device.capability)
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda _: SimpleNamespace(shared_memory_per_block_optin=device.shared),
+    )
+    has_clusters.cache_clear()
+    yield device
+    has_clusters.cache_clear()
+
+
+def test_devices_that_have_clusters(hopper, nvrtc):
+    def answer(**changes: object) -> bool:
+        vars(hopper).update(changes)
+        has_clusters.cache_clear()
+        return has_clusters(torch.device("cuda", 0))
+
+    assert answer()
+    assert not answer(capability=(8, 0))
+    assert not answer(capability=(13, 0))  # which this NVRTC does not know
+    assert not answer(capability=(9, 0), shared=99 << 10)
+
+
+def test_a_machine_without_nvrtc_is_told_once(hopper, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with caplog.at_level(logging.WARNING):
+        assert not has_clusters(torch.device("cuda", 0))
+        assert not has_clusters(torch.device("cuda", 0))
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        "decode attention of few sequences is slower, for want of NVRTC"
+    ]
+
+
+def test_what_was_compiled_is_kept(nvrtc, tmp_path):
+    first = _cuda.compiled(FILE, ("one",))
+    assert _cuda.compiled(FILE, ("one",)) == first
+    assert nvrtc.num_compiled == 1
+    _cuda.compiled(FILE, ("other",))
+    assert nvrtc.num_compiled == 2
+    assert len(list((tmp_path / "kernels").iterdir())) == 2
+
+
+def test_a_folder_that_cannot_be_written_is_no_failure(nvrtc, tmp_path, caplog):
+    (tmp_path / "kernels").write_text("a file")
+    assert len(_cuda.compiled(FILE, ())) == 7
+    assert "cannot keep a compiled kernel" in caplog.text
+
+
+def test_an_error_of_the_compiler(nvrtc, tmp_path):
+    with pytest.raises(CudaError, match=f"NVRTC cannot compile {FILE}"):
+        _cuda.compiled(FILE, ("bad",))
+    assert not (tmp_path / "kernels").exists()
+
+
+def test_a_kernel_is_not_launched_where_kernels_are_collected(monkeypatch):
+    builds: dict[str, Callable[[], None]] = {}
+    monkeypatch.setattr(_triton.collected, "builds", builds, raising=False)
+    device = torch.device("cuda", 0)
+    kernel = CudaKernel(FILE, {"DIM": 64}, device, num_threads=32, cluster=1, shared_bytes=0)
+    assert kernel[(1,)](torch.zeros(1)) is None
+    assert kernel[(2, 3)](torch.zeros(1)) is None
+    assert len(builds) == 1
+
+
+def test_nothing_is_collected_elsewhere():
+    assert not _triton.compile_later("key", lambda: None)
