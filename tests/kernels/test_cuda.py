@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterator
+from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from aquifer.kernels import _cuda, _triton
+from aquifer.kernels import _cuda, _triton, cluster_attention
 from aquifer.kernels._cuda import CudaError, CudaKernel, has_clusters
 
 FILE = "cluster_attention.cu"
@@ -119,3 +122,24 @@ def test_a_kernel_is_not_launched_where_kernels_are_collected(monkeypatch):
 
 def test_nothing_is_collected_elsewhere():
     assert not _triton.compile_later("key", lambda: None)
+
+
+def test_the_arguments_of_cluster_attention_are_those_of_its_source(monkeypatch):
+    """A tensor for each pointer, a float for each float, an integer for each other parameter."""
+    source = files("aquifer.kernels").joinpath(FILE).read_text()
+    (parameters,) = re.findall(r"__launch_bounds__\(.*\)\ncluster_attention\(([^)]*)\)", source)
+    kinds: list[type] = [
+        torch.Tensor if "*" in parameter else float if parameter.split()[0] == "float" else int
+        for parameter in parameters.split(",")
+    ]
+    launched: list[Any] = []
+    monkeypatch.setattr(cluster_attention, "launch", lambda *launch: launched.append(launch))
+    query = torch.zeros(2, 8, 64, dtype=torch.bfloat16)
+    kv = torch.zeros(2, 16, 2, 64, dtype=torch.bfloat16)
+    rows = torch.ones(2, dtype=torch.int64)
+    cluster_attention.cluster_attention(
+        query, kv, kv, rows, rows, query, torch.zeros(4096), rows.repeat(8), scale=1.0
+    )
+    ((_, grid, *arguments),) = launched
+    assert len(grid) == 2
+    assert [type(argument) for argument in arguments] == kinds

@@ -145,9 +145,8 @@ __device__ __forceinline__ Work divide(int tiles, int cluster, int num_clusters)
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 cluster_attention(const u16* query, const char* keys, const char* values, const void* slots, const void* lengths,
-                  u16* out, float* partials, u32* counters, float scale, u64 batch, u64 index_bytes, u64 beside,
-                  u64 query_row, u64 query_head, u64 slot_bytes, u64 token_bytes, u64 head_bytes,
-                  u64 out_row, u64 out_head) {
+                  u16* out, float* partials, u32* counters, float scale, u64 batch, u64 index_bytes, u64 query_row,
+                  u64 query_head, u64 slot_bytes, u64 token_bytes, u64 head_bytes, u64 out_row, u64 out_head) {
   extern __shared__ __align__(128) char memory[];
   __shared__ Weight warp_weights[WARPS][GROUP];
   __shared__ Weight block_weights[GROUP];
@@ -159,7 +158,6 @@ cluster_attention(const u16* query, const char* keys, const char* values, const 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const u32 rank = blockIdx.x % RANKS, head = blockIdx.y;
   const int cluster = blockIdx.x / RANKS, num_clusters = gridDim.x / RANKS;
-  if (beside) release_successor();
 
   // Lengths and slots were written before the predecessor was launched, and are read through the
   // L2 cache. So is KV, except that of each row's own token.
@@ -196,7 +194,7 @@ cluster_attention(const u16* query, const char* keys, const char* values, const 
     }
     return true;
   };
-  bool has_waited = beside;
+  bool has_waited = false;
   int num_fetched = 0;
   auto fetch = [&]() {
     if (find_tile()) {
@@ -293,7 +291,7 @@ cluster_attention(const u16* query, const char* keys, const char* values, const 
     }
 
     // Not before: what the next kernel keeps in registers and shared memory would be in the way.
-    if (!beside && !(rows & (rows - 1))) release_successor();
+    if (!(rows & (rows - 1))) release_successor();
 
     // The warps of this block.
     total += __shfl_xor_sync(~0u, total, 1);
@@ -410,5 +408,4 @@ cluster_attention(const u16* query, const char* keys, const char* values, const 
       for (int o = threadIdx.x; o < OUTPUTS; o += WARPS * 32)
         out[(__ffs(rows) - 1) * out_row + (head * GROUP + o / DIM) * out_head + o % DIM] = 0;
   }
-  if (beside) await_predecessor();
 }

@@ -96,7 +96,6 @@ def cluster_attention(
     counters: torch.Tensor,
     *,
     scale: float,
-    beside: bool = False,
 ) -> None:
     """Attend over all KV of each row's sequence; see `decode_attention.decode_attention`.
 
@@ -114,7 +113,6 @@ def cluster_attention(
             maxima and sums: dim + 2 elements each.
         counters: int32, two for each row and KV head; zero before and after.
         scale: factor on the dot products.
-        beside: see `decode_attention`.
     """
     batch, num_heads, head_dim = query.shape
     num_kv_heads = values.shape[2]
@@ -142,7 +140,6 @@ def cluster_attention(
         scale * _LOG2_E,
         batch,
         slots.itemsize,
-        int(beside),
         query.stride(0),
         query.stride(1),
         keys.stride(0) * keys.itemsize,

@@ -349,8 +349,9 @@ def decode_attention(
         return
     if batch == 0:
         return
-    has_options = (window_tokens, softcap, sinks, slopes) != (None, None, None, None)
-    if config.by_clusters and not has_options and are_aligned(query, keys, values):
+    options = window_tokens, softcap, sinks, slopes
+    is_plain = not beside and all(option is None for option in options)
+    if config.by_clusters and is_plain and are_aligned(query, keys, values):
         cluster_attention(
             query,
             keys,
@@ -361,7 +362,6 @@ def decode_attention(
             workspace.partials,
             workspace.counters,
             scale=scale,
-            beside=beside,
         )
         return
     # partials: [shares, 2, heads, value_dim], lse: [shares, 2, heads]
