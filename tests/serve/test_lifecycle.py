@@ -99,6 +99,27 @@ def test_a_stream_goes_on_after_sigterm(fake_server: RunningServer):
     assert fake_server.problems == ""
 
 
+def test_requests_leave_nothing_to_the_garbage_collector(checkpoint: Path):
+    """All streams wait while it runs, the longer the more it finds."""
+    command = ["-m", "tests.serve.fake_server", str(checkpoint), "30", "--report-garbage"]
+    with running(command) as server:
+        for endpoint, prompt in (
+            ("completions", {"prompt": "x"}),
+            ("completions", {"prompt": ["x", "y"], "n": 2}),
+            ("chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ):
+            for stream in (False, True):
+                body = {**prompt, "max_tokens": 5, "stream": stream}
+                assert server.call("POST", f"/v1/{endpoint}", body)[0] == 200
+        drain(server.stream("x", max_tokens=50))
+        server.stream("x").close()  # the client leaves
+        eventually(lambda: server.memory_in_use()["running"] == 0, "its request ends")
+        assert server.call("POST", "/v1/completions", {"prompt": "lose"})[0] == 503
+        assert server.call("POST", "/v1/completions", {"prompt": "x", "n": 0})[0] == 400
+        assert server.stop() == 0
+    assert server.problems == ""
+
+
 def test_full_queue_says_when_to_retry(lasting_server: RunningServer):
     status, answer, headers = lasting_server.call("POST", "/v1/completions", {"prompt": "refuse"})
     assert status == 429

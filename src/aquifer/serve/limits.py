@@ -89,9 +89,11 @@ class TimedProtocol(H11Protocol):
         super().send_400_response(msg)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the waiting."""
+        """End the waiting, and let go of the request: it refers to this protocol, and what only a
+        collection of garbage can free makes all streams wait for that."""
         super().connection_lost(exc)
         self._stop_timer()
+        self.scope = self.cycle = None  # type: ignore[assignment]
 
     def _time_headers(self) -> None:
         is_first = self.cycle is None

@@ -264,6 +264,7 @@ class TokenStream(AsyncIterator[list[Arrival]]):
         if not self._is_closed:
             self._is_closed = True
             self._pacer.close()
+            self.shortcut = None  # it refers to this stream
         for request_id in sorted(self._open):
             del self._open[request_id]
             self._abort(request_id)
