@@ -71,7 +71,7 @@ class Engine(ModelControl):
         # On a synchronous device, running ahead would only compute sequences that have ended.
         self.num_ahead = 1 if assembly.pool.driver.runs_ahead else 0
         self.on_launch: Callable[[str, int], None] = _ignore_launch
-        self.account_every_s = 1.0
+        self.account_every_s = 10.0  # it takes the driver from steps for some milliseconds
         self._stocker = parts.stocker
         self._meter = parts.meter
         self._resources = parts.resources
@@ -303,15 +303,16 @@ class Engine(ModelControl):
         self._models.load_wanted(self._num_arrivals, self._preempt_all, self._end_requests)
         self._late.begin()
         self._new = NewPrompts()
-        plan = self._scheduler.plan()
-        try:
-            if plan is not None:
-                self.on_launch(plan.model, plan.spans.num_tokens)
-                host = self._models[plan.model]
-                self._steps.launch(plan, host, host.prefill_cost)
-        finally:
-            self._deliver_failed()
-        # What the planning has left to other threads, which would keep the step from its launch.
+        with self.pool.gate:
+            plan = self._scheduler.plan()
+            try:
+                if plan is not None:
+                    self.on_launch(plan.model, plan.spans.num_tokens)
+                    host = self._models[plan.model]
+                    self._steps.launch(plan, host, host.prefill_cost)
+            finally:
+                self._deliver_failed()
+        # What the planning has left to other threads.
         if self.pool.mapper is not None:
             self.pool.mapper.begin()
         if plan is not None:

@@ -94,7 +94,7 @@ class EngineParts:
             if leader is not None:
                 leader.open(config, pool)
             if map_ahead(config, driver) == "background":
-                pool.mapper = BackgroundMapper(pool.pages)
+                pool.mapper = BackgroundMapper(pool.pages, pool.gate)
                 resources.callback(pool.mapper.close)
             limits = StepLimits.of(config, driver.device.type)
             swaps = config.preemption_mode != "recompute"

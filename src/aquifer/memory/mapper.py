@@ -8,8 +8,7 @@ lock, so that they run beside the loop and not in turn with it.
 The thread calls the driver and nothing else: who has which page is written by the loop alone, when
 it hands out the work and when it takes it back.
 
-It begins when the step is launched. Before that it would take the interpreter's lock, and the
-driver's, from the thread that the step waits for.
+It begins when the step is launched, and pauses while the next one is prepared (`gate.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from aquifer.errors import DriverError
+from aquifer.memory.gate import Gate
 from aquifer.memory.pages import Page, PageTable
 
 Piece = tuple[int, Sequence[Page]]
@@ -29,10 +29,12 @@ class BackgroundMapper:
 
     Args:
         pages: the device's pages.
+        gate: the pool's, where the loop enters it.
     """
 
-    def __init__(self, pages: PageTable) -> None:
+    def __init__(self, pages: PageTable, gate: Gate | None = None) -> None:
         self._pages = pages
+        self._gate = gate or Gate()
         self._thread = ThreadPoolExecutor(
             1, "aquifer-page-mapper", initializer=pages.enter_background
         )
@@ -49,10 +51,21 @@ class BackgroundMapper:
         return future
 
     def begin(self) -> None:
-        """Begin with what was submitted. To be called before any of these futures is waited for."""
+        """Begin with what was submitted."""
         if self._submitted:
             submitted, self._submitted = self._submitted, []
             self._thread.submit(self._map_all, submitted)
+
+    def finish(self, future: Future[None]) -> None:
+        """Wait until the pages of this future are mapped.
+
+        Raises:
+            DriverError: the device refused.
+        """
+        if not future.done():
+            self._gate.open()
+            self.begin()
+        future.result()
 
     def close(self) -> None:
         """Finish what was submitted, and end the thread."""
@@ -72,6 +85,7 @@ class BackgroundMapper:
         done: list[Piece] = []
         try:
             for address, pages in pieces:
+                self._gate.wait()
                 self._pages.map(address, pages)
                 done.append((address, pages))
         except DriverError:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from aquifer.errors import DriverError, InvariantError
 from aquifer.memory.driver.base import Driver
+from aquifer.memory.gate import Gate
 from aquifer.memory.guard import GuardedPages
 from aquifer.memory.ledger import Ledger
 from aquifer.memory.mapper import BackgroundMapper
@@ -56,6 +57,7 @@ class PagePool:
         retired: pages that were given up, but are mapped until nothing in flight can touch them,
             or until they are needed elsewhere.
         mapper: maps pages ahead of need; None where that is done in the step before.
+        gate: entered by the loop while it prepares a step; threads of the pool's wait for it.
         guards: `pages`, if these are guarded; else None.
 
     Raises:
@@ -90,6 +92,7 @@ class PagePool:
         self._creating = threading.RLock()
         self.retired = RetireQueue(self._ledger, self.pages)
         self.mapper: BackgroundMapper | None = None
+        self.gate = Gate()
 
     @property
     def size(self) -> PoolSize:

@@ -195,8 +195,7 @@ class Residency:
         """Wait until pages are mapped, and note them; False if the device refused them."""
         assert self._pool.mapper is not None, "it has begun to map them"
         try:
-            self._pool.mapper.begin()
-            pending.future.result()
+            self._pool.mapper.finish(pending.future)
         except DriverError:
             self._pool.release([page for _, run in pending.pieces for page in run])
             if self.record is not None:

@@ -87,7 +87,7 @@ class PageStocker:
                 return
             may_create, self._may_create = self._may_create, False
             try:
-                while may_create and self._pool.stock(self._target_bytes) and not self._closing:
+                while may_create and not self._closing and self._stock():
                     self._is_refused = False
             except DriverError as error:
                 # No harm done: a caller that needs a page asks for it, and gets the error. It is
@@ -95,9 +95,18 @@ class PageStocker:
                 if not self._is_refused:
                     _log.warning("could not create pages ahead of need: %s", error)
                 self._is_refused = True
-            retired = self._pool.retired
-            while not self._closing and retired.collect(frees_memory=self.wants_retired):
+            while not self._closing and self._collect():
                 pass
+
+    def _stock(self) -> bool:
+        """Create some pages; whether there may be more to do."""
+        self._pool.gate.wait()
+        return self._pool.stock(self._target_bytes)
+
+    def _collect(self) -> bool:
+        """Unmap some retired pages; whether there may be more to do."""
+        self._pool.gate.wait()
+        return self._pool.retired.collect(frees_memory=self.wants_retired)
 
     def _wake_to_collect(self) -> None:
         """Let the thread run if retired pages are wanted, but not to create pages.
