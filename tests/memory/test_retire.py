@@ -241,9 +241,11 @@ def test_a_page_is_taken_back_where_it_is_though_others_have_it(driver, pool, ra
     pool.retired.retire(range_, range(4))
     # The last is not in use, so it cannot be reused by name.
     assert [pool.retired.indices_of(range_, page) for page in pages] == [[0], [1], [2], []]
+    pool.share(held[:1])
     assert list(pool.retired.reuse_pages(range_, [0], held[:1])) == [0]
     assert driver.num_waits == 0
     assert pool.num_references(held[0]) == 2
+    pool.share([held[2]])
     assert list(pool.retired.reuse_pages(range_, [1, 2], [held[2], held[2]])) == [2]
     assert driver.num_waits == 1
     assert sorted(range_.pages) == [0, 2, 3]
@@ -358,9 +360,12 @@ def test_random_accounts(seed):
             page = random.choice([retired[index], *held.values()])
             if page in held.values() or page in kept:
                 is_there = retired.pop(index) == page
+                pool.share([page])
                 assert list(pool.retired.reuse_pages(range_, [index], [page])) == [index] * is_there
                 if is_there:
                     held[index] = page
+                else:
+                    pool.release([page])
         elif act == "keep" and (held or kept):
             if held and len(kept) < 10:
                 kept.append(random.choice(list(held.values())))

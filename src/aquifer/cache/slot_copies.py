@@ -203,22 +203,22 @@ def runs_of(
     shared: list[SharedRun] = []
     copied = []
     run: list[Page] = []
+    num_places, whole = range_.num_places, num_whole - begin
     for first, last in runs(blocks):
         at, page = first, range_.page_of(blocks[first])
         offset = blocks[first] - page
         while at < last:
-            size = range_.num_places(page)
-            place = begin + at
-            at = min(at + size - offset, last)
-            stop = begin + at
-            if stop - place == size and stop <= num_whole:
+            size = num_places(page)
+            start, at = at, at + size - offset
+            if not offset and at <= last and at <= whole:
                 if not run:
                     run = []
-                    shared.append(SharedRun(place, run))
+                    shared.append(SharedRun(begin + start, run))
                 run.append(page)
             else:
+                at = min(at, last)
                 run = []
-                copied.append(CopiedRun(place, stop, page, offset))
+                copied.append(CopiedRun(begin + start, begin + at, page, offset))
             # A number behind the last unit of a page is that of another page.
             page, offset = Page(page + size), 0
     return shared, copied

@@ -271,6 +271,10 @@ class Ledger:
         """The opposite of `retire`: one retired reference of each page is an ordinary one again."""
         self._change(pages, lambda record: record.changed(num_retired=-1), must_be_in_use=False)
 
+    def drop_retired(self, pages: Sequence[Page]) -> None:
+        """Release one retired reference of each page, which has others that are not retired."""
+        self._change(pages, lambda record: record.changed(num_references=-1, num_retired=-1))
+
     def release(self, pages: Sequence[Page]) -> list[Sequence[Page]]:
         """Drop one reference of each page; pages without references become idle.
 

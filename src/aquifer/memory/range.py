@@ -145,6 +145,8 @@ class VirtualRange:
     def sizes_at(self, indices: range) -> dict[int, int]:
         """The places of the pages that lie at any of these indices, which may have none, and how
         many indices each takes."""
+        if len(indices) == 1 and indices[0] not in self._units:  # a shorter way
+            return {indices[0]: 1} if indices[0] in self._offsets else {}
         found: dict[int, int] = {}
         for units, run in self._units.stretches(indices):
             if units is None:

@@ -148,11 +148,12 @@ class Residency:
             if self.range.has_large or units != 1:
                 self._vacate_other_sizes(stretches, sizes)
             taken = retired.reuse(self.range, join(places))
-        is_done = False
+        is_done = bool(taken) and len(taken) == sum(map(len, places))
         try:  # nearly every step comes here, and an ExitStack would take a fifth of the time
-            missing = _without(places, taken)
-            by_size = [(1, missing)] if units == 1 else _by_size(missing, sizes)
-            is_done = self._map_new(by_size, may_reclaim, is_overwritten)
+            if not is_done:
+                missing = _without(places, taken)
+                by_size = [(1, missing)] if units == 1 else _by_size(missing, sizes)
+                is_done = self._map_new(by_size, may_reclaim, is_overwritten)
         finally:
             if taken and not is_done:
                 retired.retire(self.range, taken)
@@ -223,23 +224,18 @@ class Residency:
         retired = self._pool.retired
         places = self.places(index, pages)
         with ExitStack() as undo:
-            if self.range.has_large and places:
-                end = places[-1] + self.range.num_places(pages[-1])
-                there = retired.sizes_at(self.range, range(index, end))
-                if others := there.keys() - set(places):
-                    retired.vacate(self.range, list(others))
             taken = retired.reuse_pages(self.range, places, pages)
-            reused = pages
             if len(taken) < len(pages):
-                undo.callback(retired.retire, self.range, taken)
+                undo.callback(self._retire_again, taken)
+                if self.range.has_large:
+                    end = places[-1] + self.range.num_places(pages[-1])
+                    there = retired.sizes_at(self.range, range(index, end))
+                    if others := there.keys() - set(places):
+                        retired.vacate(self.range, list(others))
                 at_places = list(zip(places, pages, strict=True))
                 is_taken = set(taken)
-                reused = [page for place, page in at_places if place in is_taken]
                 self._map(self._pieces([each for each in at_places if each[0] not in is_taken]))
             undo.pop_all()
-        # A place that is reused has its own reference, which was retired with it.
-        if taken:
-            self._pool.release(reused)
         if self.record is not None and pages:
             self.record(Aliased(index, tuple(pages)))
 
@@ -370,6 +366,11 @@ class Residency:
             if not is_done:
                 self._pool.release(acquired)
         return True
+
+    def _retire_again(self, places: Sequence[int]) -> None:
+        """The opposite of `RetireQueue.reuse_pages`: the caller has its references again."""
+        self._pool.share(self.range.pages_at(places))
+        self._pool.retired.retire(self.range, places)
 
     def _pieces(self, at: Sequence[tuple[int, Page]]) -> Iterator[_Piece]:
         """Pages with their places, cut into pieces of one size that follow each other."""

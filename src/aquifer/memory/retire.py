@@ -199,8 +199,9 @@ class RetireQueue:
     ) -> Sequence[int]:
         """Use places again to read what these pages hold, one page a place.
 
-        To be called before the pages are mapped there. They may have other users too, so the
-        caller must not write to them. A place with another page is unmapped, after its fence.
+        To be called before the pages are mapped there, with a reference to each. They may have
+        other users too, so the caller must not write to them. A place with another page is
+        unmapped, after its fence.
 
         Args:
             range_: the range of the places.
@@ -208,7 +209,7 @@ class RetireQueue:
             pages: pages that are in use.
 
         Returns: the places where their pages are still mapped; the reference that was retired there
-            is the caller's. At all other places nothing is mapped.
+            is released, and the caller's is the place's. At all other places nothing is mapped.
         """
         with self._changed:
             self._await_leaving(range_, indices)
@@ -224,13 +225,13 @@ class RetireQueue:
                 if not batch.is_parked:
                     others.append(part)
                 elif are_equal(found, wanted):
-                    self._ledger.unretire(wanted)
-                    self._forget(range_, part)
+                    self._ledger.drop_retired(wanted)
+                    self._forget(range_, part, found)
                     taken.append(part)
                 else:
                     is_same = [page == other for page, other in zip(found, wanted, strict=True)]
                     same = list(compress(part, is_same))
-                    self._ledger.unretire(list(compress(wanted, is_same)))
+                    self._ledger.drop_retired(list(compress(wanted, is_same)))
                     self._forget(range_, same)
                     taken.append(same)
                     others.append([i for i, same in zip(part, is_same, strict=True) if not same])
@@ -247,10 +248,7 @@ class RetireQueue:
 
     def sizes_at(self, range_: VirtualRange, indices: range) -> dict[int, int]:
         """The places of pages that were given up at some indices and are still there, and how many
-        indices each takes.
-
-        Pre-condition: no page in use is mapped at these indices.
-        """
+        indices each takes. Pages in use at these indices are named too."""
         with self._changed:
             self._await_all_leaving(range_)
             if not self._places(range_):
@@ -353,7 +351,7 @@ class RetireQueue:
 
     def _await_all_leaving(self, range_: VirtualRange) -> None:
         """Wait until `collect` has finished with all places of a range that it is unmapping."""
-        while any(range_ is each for each, _ in self._leaving):
+        while self._leaving and any(range_ is each for each, _ in self._leaving):
             self._changed.wait()
 
     def _all_waiting(self) -> Iterator[_Place]:
@@ -413,12 +411,17 @@ class RetireQueue:
             self._add(waiting, self._retired[batch.range])
         return bool(ended)
 
-    def _forget(self, range_: VirtualRange, indices: Sequence[int]) -> None:
-        """Remove places, which are no longer retired; their pages are still mapped there."""
+    def _forget(
+        self, range_: VirtualRange, indices: Sequence[int], pages: Sequence[Page] | None = None
+    ) -> None:
+        """Remove places, which are no longer retired; their pages, if these are known, are still
+        mapped there."""
         for batch, _, part in self._retired[range_].change(indices, lambda _, _batch: None):
             assert batch is not None
             if batch.is_parked:
-                for _ in self._parked.change(range_.pages_at(part), partial(without, batch)):
+                known = pages if len(part) == len(indices) else None
+                of_part = range_.pages_at(part) if known is None else known
+                for _ in self._parked.change(of_part, partial(without, batch)):
                     pass
                 continue
             self._num_waiting -= len(part)
