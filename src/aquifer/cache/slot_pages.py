@@ -276,6 +276,7 @@ class SlotPages:
 
     def _map_later(self, slots: list[int], num_tokens: list[int]) -> None:
         """Begin to map pages for the tokens after these, in the background as far as it can."""
+        left: dict[int, int] = {}  # slots where pages were left that are used again, and their ends
         for slot, tokens in zip(slots, num_tokens, strict=True):
             if slot in self._pending:
                 continue
@@ -285,13 +286,15 @@ class SlotPages:
             place = slot * self.slot_pages
             stretch = range(place + start, place + end)
             if self._residency.left_at(stretch):
-                with suppress(DriverError):
-                    self._grow([slot], [end], may_reclaim=False)
+                left[slot] = end
                 continue
             pending = self._residency.populate_later([stretch])
             if pending is None:
-                return
+                break
             self._pending[slot] = stretch, pending
+        if left:
+            with suppress(DriverError):
+                self._grow(list(left), list(left.values()), may_reclaim=False)
 
     def _grow(self, slots: list[int], ends: list[int], *, may_reclaim: bool) -> bool:
         """Map the pages of each slot up to these ends; all or nothing."""
