@@ -10,12 +10,11 @@ NVRTC comes with PyTorch for CUDA. Sources are files of this package that includ
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 
+from aquifer.kernels._launch import DirectLaunch, Shape, bits
 from aquifer.kernels._triton import (
     compilations,
     compile_later,
@@ -35,10 +35,6 @@ _log = logging.getLogger(__name__)
 
 MOST_SHARED_BYTES = 227 << 10
 """Shared memory that a block may have, on Hopper and on Blackwell's data centre GPUs."""
-
-_TYPES: Mapping[type, Any] = {float: ctypes.c_float}
-"""C types of a kernel's parameters by the argument's type; tensors are addresses, and integers 64
-bits wide."""
 
 
 class CudaError(RuntimeError):
@@ -112,40 +108,30 @@ class CudaKernel:
                 if compile_later(f"{self._file} {self._options}", self._build):
                     return None
                 self._build()
-            self._launch((*grid, 1, 1)[:3], arguments)
+            values = [
+                argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
+                for argument in arguments
+            ]
+            launch = self.prepared(grid, values)
+            launch.run(torch.cuda.current_stream(self._device).cuda_stream)
             return self
 
         return run
 
-    def _launch(self, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
-        from cuda.bindings import driver
+    def prepared(self, grid: tuple[int, ...], values: Sequence[int | float]) -> DirectLaunch:
+        """A launch with this grid and these arguments, addresses in place of tensors.
 
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid
-        config.blockDimX, config.blockDimY, config.blockDimZ = self._num_threads, 1, 1
-        config.sharedMemBytes = self._shared_bytes
-        config.hStream = driver.CUstream(torch.cuda.current_stream(self._device).cuda_stream)
-        kinds = driver.CUlaunchAttributeID
-        cluster = driver.CUlaunchAttribute()
-        cluster.id = kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        size = driver.CUlaunchAttributeValue()
-        size.clusterDim.x, size.clusterDim.y, size.clusterDim.z = self._cluster, 1, 1
-        cluster.value = size
-        attributes = [cluster]
-        if launch_options(self._device)["overlaps"]:
-            early = driver.CUlaunchAttribute()
-            early.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            allowed = driver.CUlaunchAttributeValue()
-            allowed.programmaticStreamSerializationAllowed = 1
-            early.value = allowed
-            attributes.append(early)
-        config.attrs, config.numAttrs = attributes, len(attributes)
-        values = tuple(
-            argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
-            for argument in arguments
+        Pre-condition: it has been launched before.
+        """
+        shape = Shape(
+            grid,
+            self._num_threads,
+            self._shared_bytes,
+            self._cluster,
+            overlaps=launch_options(self._device)["overlaps"],
         )
-        types = tuple(_TYPES.get(type(value), ctypes.c_uint64) for value in values)
-        _call(driver.cuLaunchKernelEx, config, self._function, (values, types), 0)
+        parameters = [bits(value, is_float=isinstance(value, float)) for value in values]
+        return DirectLaunch(self._function, shape, parameters, range(len(parameters)))
 
     def _build(self) -> None:
         """Compile and load the kernel, or load it from disk."""

@@ -73,6 +73,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch.overrides import TorchFunctionMode
 
+from aquifer.kernels._launch import Repeatable, repeatable
+
 if TYPE_CHECKING:
     triton: Any
     tl: Any
@@ -153,8 +155,8 @@ class Recording:
     """The launches of an operation, to be repeated with other tensors of the same shapes.
 
     At each launch Triton works out from the arguments which compiled kernel they need, and that
-    takes 30 to 50 us on the host. A repeated launch takes a fifth of that: it hands Triton's
-    launcher addresses. The layers of a model are such repetitions: they differ in addresses only.
+    takes 30 to 50 us on the host. A repeated launch takes a tenth of that (`_launch.py`). The
+    layers of a model are such repetitions: they differ in addresses only.
 
     A context manager: `launch` adds what is launched in its body, by the same thread. Tensors that
     the operation allocates are kept, and used again by each repetition.
@@ -162,6 +164,9 @@ class Recording:
     Args:
         tensors: tensors of the operation that others take the place of. So do views of theirs which
             begin in the first row, if that is contiguous.
+
+    Attributes:
+        launches: what was launched.
     """
 
     def __init__(self, *tensors: torch.Tensor) -> None:
@@ -169,9 +174,10 @@ class Recording:
         self._addresses = [tensor.data_ptr() for tensor in tensors]
         self._row_bytes = [_first_row_bytes(tensor) for tensor in tensors]
         self._is_repeatable = True
-        # For each launch: the kernel with its grid, its arguments with addresses in place of
-        # tensors, and (argument, tensor, bytes after it) for each argument that is of `tensors`.
-        self._launches: list[tuple[Any, list[Any], list[tuple[int, int, int]]]] = []
+        self._device = tensors[0].device
+        self.launches: list[Repeatable] = []
+        # (launch, argument, tensor, bytes after it) of each argument that is of `tensors`.
+        self._places: list[tuple[Repeatable, int, int, int]] = []
         self._kept: list[Any] = []  # the arguments as they were, so that their memory stays
 
     def __enter__(self) -> Recording:
@@ -191,12 +197,13 @@ class Recording:
             argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
             for argument in arguments
         ]
-        places = [
-            (index, *place)
+        repeated = repeatable(compiled, grid, values)
+        self.launches.append(repeated)
+        self._places += [
+            (repeated, index, *place)
             for index, (value, argument) in enumerate(zip(values, arguments, strict=True))
             if isinstance(argument, torch.Tensor) and (place := self._place(value)) is not None
         ]
-        self._launches.append((compiled[(*grid, 1, 1)[:3]], values, places))
 
     def _place(self, address: int) -> tuple[int, int] | None:
         """Which tensor an address is of, and how many bytes after its beginning."""
@@ -219,21 +226,23 @@ class Recording:
         Their shapes are not compared: the caller knows that the operation's are the same. Tensors
         may have more rows.
         """
-        if not self._is_repeatable or not self._launches:
+        if not self._is_repeatable or not self.launches:
             return False
-        # Triton compiles differently for addresses that are not multiples of 16 bytes.
-        return all(
-            tensor.stride() == stride and (tensor.data_ptr() - address) % 16 == 0
-            for tensor, stride, address in zip(tensors, self._strides, self._addresses, strict=True)
-        )
+        for tensor, stride, address in zip(tensors, self._strides, self._addresses, strict=True):
+            # Triton compiles differently for addresses that are not multiples of 16 bytes.
+            if tensor.stride() != stride or (tensor.data_ptr() - address) % 16:
+                return False
+        return True
 
     def repeat(self, *tensors: torch.Tensor) -> None:
         """Launch everything again. Pre-condition: `fits`."""
         addresses = [tensor.data_ptr() for tensor in tensors]
-        for launcher, arguments, places in self._launches:
-            for index, which, num_bytes in places:
-                arguments[index] = addresses[which] + num_bytes
-            launcher(*arguments)
+        for launch_, index, which, num_bytes in self._places:
+            launch_.put(index, addresses[which] + num_bytes)
+        is_cuda = self._device.type == "cuda"
+        stream = torch.cuda.current_stream(self._device).cuda_stream if is_cuda else 0
+        for launch_ in self.launches:
+            launch_.run(stream)
 
 
 def _first_row_bytes(rows: torch.Tensor) -> int:
