@@ -18,7 +18,6 @@ from aquifer.kernels.decode_attention import (
     decode_attention,
 )
 
-
 SIGNATURE = {"x": "*bf16", "block": "constexpr", "n": "i32", "scale": "fp32"}
 
 
@@ -48,22 +47,25 @@ class Launched:
 
     def __init__(
         self,
-        function: int,
-        shape: _launch.Shape,
+        kernel: _launch.LoadedKernel,
+        grid: tuple[int, ...],
         parameters: Sequence[int],
         places: Sequence[int | None],
     ) -> None:
-        self.shape, self.parameters, self.places = shape, list(parameters), list(places)
+        self.kernel, self.grid = kernel, grid
+        self.parameters, self.places = list(parameters), list(places)
 
 
 def test_parameters_are_the_arguments_that_are_not_compiled_in(monkeypatch):
     monkeypatch.setattr(_launch, "_parameter_bytes", lambda _: [8, 4, 4, 8, 8])
     monkeypatch.setattr(_launch, "DirectLaunch", Launched)
+    monkeypatch.setattr(_launch, "LoadedKernel", lambda *loaded: loaded)
     launch: Any = repeatable(Compiled(), (5, 2), [4096, 128, -3, 0.5])
     assert launch.places == [0, None, 1, 2]
     (half,) = struct.unpack("<I", struct.pack("<f", 0.5))
     assert launch.parameters == [4096, 2**64 - 3, half, 0, 0]
-    assert launch.shape == _launch.Shape((5, 2), 128, 1024, overlaps=True)
+    assert launch.grid == (5, 2)
+    assert launch.kernel == (7, _launch.Blocks(128, 1024, overlaps=True))
 
 
 @pytest.mark.parametrize(

@@ -15,14 +15,14 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from aquifer.kernels._launch import DirectLaunch, Shape, bits
+from aquifer.kernels._launch import Blocks, DirectLaunch, LoadedKernel, bits
 from aquifer.kernels._triton import (
     compilations,
     compile_later,
@@ -123,15 +123,15 @@ class CudaKernel:
 
         Pre-condition: it has been launched before.
         """
-        shape = Shape(
-            grid,
-            self._num_threads,
-            self._shared_bytes,
-            self._cluster,
-            overlaps=launch_options(self._device)["overlaps"],
-        )
+        overlaps = launch_options(self._device)["overlaps"]
+        kernel = self._loaded(overlaps, threading.get_ident())
         parameters = [bits(value, is_float=isinstance(value, float)) for value in values]
-        return DirectLaunch(self._function, shape, parameters, range(len(parameters)))
+        return DirectLaunch(kernel, grid, parameters, range(len(parameters)))
+
+    @lru_cache(maxsize=64)  # noqa: B019 - kernels are never dropped
+    def _loaded(self, overlaps: bool, _thread: int) -> LoadedKernel:
+        blocks = Blocks(self._num_threads, self._shared_bytes, self._cluster, overlaps)
+        return LoadedKernel(self._function, blocks)
 
     def _build(self) -> None:
         """Compile and load the kernel, or load it from disk."""

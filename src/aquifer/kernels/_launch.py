@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
@@ -58,45 +59,79 @@ class ThroughLauncher:
         self._launcher(*self._values)
 
 
-class Shape(NamedTuple):
-    """What a launch has besides its arguments."""
+class Blocks(NamedTuple):
+    """What all launches of a kernel have in common."""
 
-    grid: tuple[int, ...]  # in one to three dimensions
     num_threads: int
     shared_bytes: int
     cluster: int = 1  # blocks that are neighbours in the grid's first dimension
     overlaps: bool = False  # see `_triton.py`
 
 
+class LoadedKernel:
+    """A kernel that the driver has loaded, for one thread.
+
+    Args:
+        function: its handle.
+        blocks: what all launches have in common.
+    """
+
+    def __init__(self, function: Any, blocks: Blocks) -> None:
+        from cuda.bindings import driver
+
+        self._driver = driver
+        self._function = function
+        self._config = _config(blocks)
+        self._grid: tuple[int, int, int] | None = None
+        self._stream = 0
+
+    def launch(self, grid: tuple[int, int, int], stream: int, parameters: int) -> None:
+        """Launch it.
+
+        Args:
+            grid: number of blocks.
+            stream: a stream's handle.
+            parameters: address of the addresses of the parameters.
+
+        Raises:
+            LaunchError: the driver refused.
+        """
+        config = self._config
+        if grid != self._grid:
+            config.gridDimX, config.gridDimY, config.gridDimZ = self._grid = grid
+        if stream != self._stream:
+            config.hStream = self._driver.CUstream(stream)
+            self._stream = stream
+        (status,) = self._driver.cuLaunchKernelEx(config, self._function, parameters, 0)
+        if int(status):
+            raise LaunchError(f"cuLaunchKernelEx: {status}")
+
+
 class DirectLaunch:
     """A launch by the driver.
 
     Args:
-        function: the kernel's handle.
-        shape: grid and the like.
+        kernel: the kernel.
+        grid: number of blocks, in one to three dimensions.
         parameters: the parameters, each as the integer that has their bytes.
         places: the parameter of each argument; None for an argument that is compiled in.
     """
 
     def __init__(
         self,
-        function: Any,
-        shape: Shape,
+        kernel: LoadedKernel,
+        grid: tuple[int, ...],
         parameters: Sequence[int],
         places: Sequence[int | None],
     ) -> None:
-        from cuda.bindings import driver
-
-        self._driver = driver
-        self._function = function
+        self._kernel = kernel
+        self._grid = _three(grid)
         self._parameters = (ctypes.c_uint64 * len(parameters))(*parameters)
         first = ctypes.addressof(self._parameters)
         addresses = range(first, first + 8 * len(parameters), 8)
         self._pointers = (ctypes.c_void_p * len(parameters))(*addresses)
         self._pointer = ctypes.addressof(self._pointers)
         self._places = places
-        self._config = _config(shape)
-        self._stream = 0
 
     def put(self, index: int, address: int) -> None:
         """See `Repeatable.put`; nothing where the argument is compiled in."""
@@ -110,12 +145,7 @@ class DirectLaunch:
         Raises:
             LaunchError: the driver refused.
         """
-        if stream != self._stream:
-            self._config.hStream = self._driver.CUstream(stream)
-            self._stream = stream
-        (status,) = self._driver.cuLaunchKernelEx(self._config, self._function, self._pointer, 0)
-        if int(status):
-            raise LaunchError(f"cuLaunchKernelEx: {status}")
+        self._kernel.launch(self._grid, stream, self._pointer)
 
 
 def repeatable(compiled: Any, grid: tuple[int, ...], values: list[Any]) -> Repeatable:
@@ -137,14 +167,8 @@ def repeatable(compiled: Any, grid: tuple[int, ...], values: list[Any]) -> Repea
     for place, kind, value in zip(layout.places, layout.kinds, values, strict=True):
         if place is not None:
             parameters[place] = bits(value, is_float=kind == "fp32")
-    metadata = compiled.metadata
-    shape = Shape(
-        grid,
-        _WARP * metadata.num_warps,
-        metadata.shared,
-        overlaps=bool(metadata.launch_pdl),
-    )
-    return DirectLaunch(compiled.function, shape, parameters, layout.places)
+    kernel = _kernel_of(compiled, threading.get_ident())
+    return DirectLaunch(kernel, grid, parameters, layout.places)
 
 
 def bits(value: float, *, is_float: bool) -> int:
@@ -161,6 +185,14 @@ class _Layout(NamedTuple):
     places: tuple[int | None, ...]  # by argument
     kinds: tuple[str, ...]  # likewise, Triton's names
     num_parameters: int  # the last ones are addresses of memory that the kernel does not use
+
+
+@lru_cache(maxsize=1024)
+def _kernel_of(compiled: Any, _thread: int) -> LoadedKernel:
+    """A kernel that Triton has loaded, for a thread."""
+    metadata = compiled.metadata
+    blocks = Blocks(_WARP * metadata.num_warps, metadata.shared, overlaps=bool(metadata.launch_pdl))
+    return LoadedKernel(compiled.function, blocks)
 
 
 @lru_cache(maxsize=1024)
@@ -226,24 +258,23 @@ def _three(grid: tuple[int, ...]) -> tuple[int, int, int]:
     return x, y, z
 
 
-def _config(shape: Shape) -> Any:
-    """The driver's description of a launch."""
+def _config(blocks: Blocks) -> Any:
+    """The driver's description of launches, without grid and stream."""
     from cuda.bindings import driver
 
     config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = _three(shape.grid)
-    config.blockDimX, config.blockDimY, config.blockDimZ = shape.num_threads, 1, 1
-    config.sharedMemBytes = shape.shared_bytes
+    config.blockDimX, config.blockDimY, config.blockDimZ = blocks.num_threads, 1, 1
+    config.sharedMemBytes = blocks.shared_bytes
     kinds = driver.CUlaunchAttributeID
     attributes = []
-    if shape.cluster != 1:
+    if blocks.cluster != 1:
         cluster = driver.CUlaunchAttribute()
         cluster.id = kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
         size = driver.CUlaunchAttributeValue()
-        size.clusterDim.x, size.clusterDim.y, size.clusterDim.z = shape.cluster, 1, 1
+        size.clusterDim.x, size.clusterDim.y, size.clusterDim.z = blocks.cluster, 1, 1
         cluster.value = size
         attributes.append(cluster)
-    if shape.overlaps:
+    if blocks.overlaps:
         early = driver.CUlaunchAttribute()
         early.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         allowed = driver.CUlaunchAttributeValue()

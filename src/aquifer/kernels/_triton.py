@@ -158,8 +158,8 @@ class Recording:
     takes 30 to 50 us on the host. A repeated launch takes a tenth of that (`_launch.py`). The
     layers of a model are such repetitions: they differ in addresses only.
 
-    A context manager: `launch` adds what is launched in its body, by the same thread. Tensors that
-    the operation allocates are kept, and used again by each repetition.
+    A context manager: `launch` adds what is launched in its body, by the same thread on the current
+    stream. Tensors that the operation allocates are kept, and used again by each repetition.
 
     Args:
         tensors: tensors of the operation that others take the place of. So do views of theirs which
@@ -174,7 +174,9 @@ class Recording:
         self._addresses = [tensor.data_ptr() for tensor in tensors]
         self._row_bytes = [_first_row_bytes(tensor) for tensor in tensors]
         self._is_repeatable = True
-        self._device = tensors[0].device
+        device = tensors[0].device
+        is_cuda = device.type == "cuda"
+        self._stream = torch.cuda.current_stream(device).cuda_stream if is_cuda else 0
         self.launches: list[Repeatable] = []
         # (launch, argument, tensor, bytes after it) of each argument that is of `tensors`.
         self._places: list[tuple[Repeatable, int, int, int]] = []
@@ -239,10 +241,8 @@ class Recording:
         addresses = [tensor.data_ptr() for tensor in tensors]
         for launch_, index, which, num_bytes in self._places:
             launch_.put(index, addresses[which] + num_bytes)
-        is_cuda = self._device.type == "cuda"
-        stream = torch.cuda.current_stream(self._device).cuda_stream if is_cuda else 0
         for launch_ in self.launches:
-            launch_.run(stream)
+            launch_.run(self._stream)
 
 
 def _first_row_bytes(rows: torch.Tensor) -> int:

@@ -199,9 +199,8 @@ class RetireQueue:
     ) -> Sequence[int]:
         """Use places again to read what these pages hold, one page a place.
 
-        To be called before the pages are mapped there, with a reference to each. They may have
-        other users too, so the caller must not write to them. A place with another page is
-        unmapped, after its fence.
+        To be called with a reference to each page, before they are mapped there. The caller must
+        not write to them. A place with another page is unmapped, after its fence.
 
         Args:
             range_: the range of the places.
@@ -414,13 +413,11 @@ class RetireQueue:
     def _forget(
         self, range_: VirtualRange, indices: Sequence[int], pages: Sequence[Page] | None = None
     ) -> None:
-        """Remove places, which are no longer retired; their pages, if these are known, are still
-        mapped there."""
+        """Remove places, which are no longer retired; their pages are still mapped there."""
         for batch, _, part in self._retired[range_].change(indices, lambda _, _batch: None):
             assert batch is not None
             if batch.is_parked:
-                known = pages if len(part) == len(indices) else None
-                of_part = range_.pages_at(part) if known is None else known
+                of_part = pages if pages and len(part) == len(indices) else range_.pages_at(part)
                 for _ in self._parked.change(of_part, partial(without, batch)):
                     pass
                 continue
