@@ -129,6 +129,17 @@ def test_a_sequence_that_changes_while_pages_are_on_their_way(act):
     harness.close()
 
 
+def test_a_slot_that_was_given_out_is_not_prepared():
+    """Another slot may be given out than the one before that which was to be prepared."""
+    harness = _harness(eager=2, is_late=True)
+    assert harness.cache.preferred_slot((), [1, 2, 3]) is None
+    harness.begin(2, 9)
+    harness.cache.upload()
+    assert not _mapper(harness).work
+    harness.check()
+    harness.close()
+
+
 def test_the_next_sequence_finds_pages():
     """Eager allocation (section 5.4.2): nothing is mapped when a short prompt begins."""
     harness = _harness(eager=2, is_late=True)

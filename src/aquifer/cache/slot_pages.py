@@ -235,7 +235,8 @@ class SlotPages:
         """
         first = slot * self.slot_pages
         stretch = range(first, first + min(num_pages, self.slot_pages))
-        if self._eager is not None or not stretch or not self._residency.defers:
+        is_used = bool(self.end[slot]) or slot in self._pending
+        if self._eager is not None or not stretch or is_used or not self._residency.defers:
             return
         if self._tensors.open() and not self._residency.left_at(stretch):
             pending = self._residency.populate_later([stretch])
