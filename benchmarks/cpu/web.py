@@ -203,6 +203,10 @@ class SteadyEngine:
 
     idle_s = None
 
+    def prepare(self) -> bool:
+        """There is nothing to do."""
+        return False
+
     def ask_for_model(self, name: str) -> None:
         """No client loads one."""
         raise NotImplementedError

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-_NEW_OBJECTS = 20_000
-"""New objects until the next collection. Tokens make many small ones, which reference counts
-free."""
+_NEW_OBJECTS = 4_000
+"""New objects until the next collection, for which all requests wait: 1 or 2 ms. Requests make
+many, and reference counts free nearly all of them."""
 
 _FEW_OBJECTS = 5_000
 """Python 3.12 itself leaves some 400 objects out from its start. A program that leaves out what it

@@ -131,6 +131,9 @@ class FakeEngine:
 
     idle_s = None
 
+    def prepare(self) -> bool:
+        return False
+
     def ask_for_model(self, name: str) -> None:
         """No client loads one."""
         raise NotImplementedError

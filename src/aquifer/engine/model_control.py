@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from aquifer.config import EngineConfig, ModelSpec
+from aquifer.engine.idle_pages import IdlePages
 from aquifer.engine.model_host import ModelHost, make_host
 from aquifer.engine.model_set import ModelSet, OnProgress
 from aquifer.engine.parts import EngineParts
@@ -44,6 +45,8 @@ class ModelControl(ABC):
         self._make_host: Callable[..., ModelHost] = partial(
             make_host, config, assembly, parts.limits, parts.reuse, planner, parts.leader
         )
+        self._idle_pages = IdlePages(assembly.pool)
+        self._has_ranks = parts.leader is not None
         self._num_arrivals = 0  # of requests, and of models that are asked for
 
     @property
@@ -69,6 +72,16 @@ class ModelControl(ABC):
     def idle_s(self) -> float | None:
         """How long it may wait for a request: then a model is to be unloaded. None for any time."""
         return self._models.idle_s
+
+    def prepare(self) -> bool:
+        """Do a little, of 1 or 2 ms, for requests to come; False if there is nothing to do.
+
+        To be called while the engine has no work. Nothing depends on it.
+        """
+        if self._has_ranks:  # these would do all of it before their next step
+            return False
+        self._use_device()
+        return self._idle_pages.map_some(self._scheduler.lanes.values())
 
     def add_model(
         self, spec: ModelSpec, on_progress: OnProgress = _ignore, *, load: bool = True
@@ -168,6 +181,7 @@ class ModelControl(ABC):
         self._end_requests(host, f"model {name!r} was removed")
         self._models.remove(host)
         self._pinning.remove_model(name)
+        self._idle_pages.forget(name)
 
     def _load_first(
         self,

@@ -143,6 +143,9 @@ class EngineLike(Protocol):
     def remove_model(self, name: str) -> None:
         """Remove a model, or raise a `RequestError`."""
 
+    def prepare(self) -> bool:
+        """Do a little, of 1 or 2 ms, for requests to come; False if there is nothing to do."""
+
     @property
     def idle_s(self) -> float | None:
         """Time until a step has something to do, if no message comes; None for any time."""
@@ -295,6 +298,8 @@ def _run(
         timeout_s: float | None = 0.0
         if not engine.has_work:
             current.clear()
+            while not connection.poll(0.0) and engine.prepare():
+                pass
             timeout_s = engine.idle_s
             if timeout_s is not None:
                 timeout_s = min(timeout_s, _MOST_IDLE_S)
