@@ -18,6 +18,7 @@ import numpy as np
 from aquifer.engine.lane import Lane
 from aquifer.errors import DriverError
 from aquifer.memory.pool import PagePool
+from aquifer.memory.room import Room
 
 _TOKENS = 1024
 """Length of the sequences for which pages are mapped."""
@@ -34,10 +35,12 @@ class IdlePages:
 
     Args:
         pool: where pages come from.
+        room: of the pool.
     """
 
-    def __init__(self, pool: PagePool) -> None:
+    def __init__(self, pool: PagePool, room: Room) -> None:
         self._pool = pool
+        self._room = room
         self._slots_left: dict[str, list[int]] = {}  # by model, the first one last
 
     def map_some(self, lanes: Iterable[Lane]) -> bool:
@@ -70,7 +73,7 @@ class IdlePages:
         """Map pages in a free slot, and give them up; False if there is no room for them."""
         pool, cache = self._pool, lane.cache
         num_tokens = min(_TOKENS, lane.slots.token_ids.shape[1])
-        num_bytes = int(cache.footprint.pages(num_tokens)) * pool.page_bytes
+        num_bytes = self._room.size(int(cache.footprint.pages(num_tokens)))
         ready_bytes = pool.ready_bytes - num_bytes
         retired_bytes = pool.free_bytes - pool.ready_bytes + num_bytes
         has_room = (

@@ -45,7 +45,7 @@ class ModelControl(ABC):
         self._make_host: Callable[..., ModelHost] = partial(
             make_host, config, assembly, parts.limits, parts.reuse, planner, parts.leader
         )
-        self._idle_pages = IdlePages(assembly.pool)
+        self._idle_pages = IdlePages(assembly.pool, assembly.room)
         self._has_ranks = parts.leader is not None
         self._num_arrivals = 0  # of requests, and of models that are asked for
 
