@@ -35,6 +35,11 @@ _LIKELY = 0.9
 """Probability with which an output ends before the tokens that nothing is mapped ahead for."""
 
 
+_LEAD_TOKENS = 6
+"""Tokens before the one that needs a page, at which the thread is told to map it. One would do, but
+for calls of the driver that take 15 ms, since something else on the machine keeps it busy."""
+
+
 @dataclass(frozen=True, slots=True)
 class MappingOptions:
     """How the pages of virtual caches are mapped.
@@ -92,6 +97,7 @@ class SlotPages:
         self._ahead_tokens = ahead_tokens
         self._guard = tensors.guard
         self._is_background = pool.mapper is not None and ahead_tokens > 0
+        self._lead_tokens = min(_LEAD_TOKENS, ahead_tokens) if self._is_background else 0
         self.first = np.zeros(shape.num_rows, np.int64)
         self.end = np.zeros(shape.num_rows, np.int64)
         self.num_used = 0
@@ -188,8 +194,8 @@ class SlotPages:
         left = self._room_tokens[slots] - num_tokens
         if not self._ahead_tokens:
             chosen = (left < 0).nonzero()[0]
-        else:  # the thread has a step's time, so what the next step needs is its business now
-            chosen = self._turns.choose(left - 1 if self._is_background else left)
+        else:  # what a step to come needs is the thread's business now
+            chosen = self._turns.choose(left - self._lead_tokens)
         if not len(chosen):
             return True
         if not self._tensors.open():
