@@ -19,7 +19,7 @@ def _prepared(world: World) -> int:
         world.check()
     usage = world.engine.pool.usage()
     assert all(owner.kind != Kind.KV for owner in usage.in_use_bytes)
-    assert not count or 8 * usage.retired_bytes <= usage.budget_bytes
+    assert not count or 4 * usage.retired_bytes <= usage.budget_bytes
     return count
 
 

@@ -23,8 +23,8 @@ from aquifer.memory.room import Room
 _TOKENS = 1024
 """Length of the sequences for which pages are mapped."""
 
-_SHARE = 8
-"""At most this part of the budget is retired by it: an eighth."""
+_SHARE = 4
+"""At most this part of the budget is retired by it: a quarter."""
 
 _READY_SHARE = 2
 """At least this part of the budget stays idle or not created: half."""
