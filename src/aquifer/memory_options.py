@@ -11,7 +11,7 @@ OF_CACHES = {
     "block_size": ("paged", "bucketed", "avmp", "avmp-fixed", "avmp-padded"),
     "prompt_page_size": ("virtual",),
     "map_ahead": ("virtual",),
-    "eager_pages": ("virtual",),
+    "eager_pages": ("virtual", "paged"),
 }
 """Options that other KV caches than these have no use for. They are allowed with all, so that one
 command line serves to compare caches; a warning says that they have no effect."""
@@ -146,7 +146,8 @@ MEMORY_OPTIONS: tuple[Option, ...] = (
         "eager_pages",
         int,
         8,
-        "Pages to keep mapped for the next request that begins.",
+        "Pages to keep mapped for the next request that begins. With 0, none are mapped before the "
+        "first requests of a server come, either.",
         unit="pages",
         scopes=("serve", "run", "llm"),
         minimum=0,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from tests.engine.life import Case, Open, World, each_kv_cache, longest_prompt
 
@@ -94,7 +96,9 @@ def test_models_of_one_name(open_world: Open) -> None:
     assert _prepared(world)
 
 
-def test_the_host_needs_none(open_world: Open) -> None:
-    world = open_world(MEMORY_BYTES, models={"a": "llama"})
+@pytest.mark.parametrize("options", [{}, {"is_behind": True, "eager_pages": 0}], ids=str)
+def test_none_on_the_host_or_without_the_option(open_world: Open, options: dict[str, Any]) -> None:
+    world = open_world(MEMORY_BYTES, models={"a": "llama"}, **options)
+    before = world.engine.pool.usage()
     assert not world.engine.prepare()
-    assert not world.engine.pool.usage().retired_bytes
+    assert world.engine.pool.usage() == before

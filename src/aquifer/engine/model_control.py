@@ -78,7 +78,8 @@ class ModelControl(ABC):
 
         To be called while the engine has no work. Nothing depends on it.
         """
-        if self._has_ranks:  # these would do all of it before their next step
+        # Other ranks would do all of it before their next step.
+        if self._has_ranks or not self.config.eager_pages:
             return False
         self._use_device()
         return self._idle_pages.map_some(self._scheduler.lanes.values())
