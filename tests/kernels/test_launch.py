@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -84,6 +85,35 @@ def test_parameters_are_the_arguments_that_are_not_compiled_in(monkeypatch):
 def test_a_kernel_that_is_not_as_expected_goes_through_its_launcher(monkeypatch, sizes, changed):
     monkeypatch.setattr(_launch, "_parameter_bytes", lambda _: sizes)
     assert isinstance(repeatable(Compiled(**changed), (1,), [0, 128, 1, 0.5]), ThroughLauncher)
+
+
+class Loaded:
+    """Takes the place of `LoadedKernel`: reads the parameters as a kernel would."""
+
+    def __init__(self, num_parameters: int) -> None:
+        self.launches: list[tuple[object, ...]] = []
+        self._count = num_parameters
+
+    def launch(self, grid: tuple[int, int, int], stream: int, parameters: int) -> None:
+        pointers = (ctypes.c_void_p * self._count).from_address(parameters)
+        values = [ctypes.c_uint64.from_address(each or 0).value for each in pointers]
+        self.launches.append((grid, stream, *values))
+
+
+def test_a_launch_with_other_addresses():
+    kernel: Any = Loaded(3)
+    launch = DirectLaunch(kernel, (5, 2), [4096, 7, 0], [0, None, 1])
+    launch.run(1)
+    launch.put(0, 8192)
+    launch.put(1, 64)  # compiled in
+    launch.run(2)
+    assert kernel.launches == [((5, 2, 1), 1, 4096, 7, 0), ((5, 2, 1), 2, 8192, 7, 0)]
+
+
+def test_a_grid_without_blocks_is_not_launched():
+    kernel: Any = Loaded(1)
+    DirectLaunch(kernel, (0, 8), [1], [0]).run(0)
+    assert not kernel.launches
 
 
 def test_bytes_of_parameters():

@@ -140,12 +140,13 @@ class DirectLaunch:
             self._parameters[place] = address
 
     def run(self, stream: int) -> None:
-        """See `Repeatable.run`.
+        """See `Repeatable.run`; without blocks, nothing is launched.
 
         Raises:
             LaunchError: the driver refused.
         """
-        self._kernel.launch(self._grid, stream, self._pointer)
+        if all(self._grid):
+            self._kernel.launch(self._grid, stream, self._pointer)
 
 
 def repeatable(compiled: Any, grid: tuple[int, ...], values: list[Any]) -> Repeatable:
