@@ -19,7 +19,9 @@ with LLM(sys.argv[1], device="cuda", memory="8GiB") as llm:
 
 
 def kernels(folder: Path) -> set[Path]:
-    return {file.relative_to(folder) for file in folder.rglob("*.cubin")}
+    """What Triton has compiled, and NVRTC."""
+    files = (file for suffix in ("cubin", "kernel") for file in folder.rglob(f"*.{suffix}"))
+    return {file.relative_to(folder) for file in files}
 
 
 def test_a_start_after_it_compiles_nothing(tmp_path: Path) -> None:

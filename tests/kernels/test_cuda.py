@@ -98,6 +98,17 @@ def test_what_was_compiled_is_kept(nvrtc, tmp_path):
     assert len(list((tmp_path / "kernels").iterdir())) == 2
 
 
+@pytest.mark.parametrize("length", [0, 20, 38])
+def test_a_damaged_file_is_compiled_again(nvrtc, tmp_path, caplog, length: int):
+    first = _cuda.compiled(FILE, ())
+    (kept,) = (tmp_path / "kernels").iterdir()
+    kept.write_bytes(kept.read_bytes()[:length])
+    assert _cuda.compiled(FILE, ()) == first
+    assert "is damaged" in caplog.text
+    assert _cuda.compiled(FILE, ()) == first
+    assert nvrtc.num_compiled == 2
+
+
 def test_a_folder_that_cannot_be_written_is_no_failure(nvrtc, tmp_path, caplog):
     (tmp_path / "kernels").write_text("a file")
     assert len(_cuda.compiled(FILE, ())) == 7

@@ -33,6 +33,8 @@ from aquifer.kernels._triton import (
 
 _log = logging.getLogger(__name__)
 
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
 MOST_SHARED_BYTES = 227 << 10
 """Shared memory that a block may have, on Hopper and on Blackwell's data centre GPUs."""
 
@@ -153,21 +155,29 @@ class CudaKernel:
 
 
 def compiled(file: str, options: tuple[str, ...]) -> bytes:
-    """The machine code of a source file, from disk if it was compiled before."""
+    """The machine code of a source file, from disk if it was compiled before.
+
+    A file on disk has the SHA-256 of the code and then the code, so that a damaged one is found.
+    """
     from cuda.bindings import nvrtc
 
     source = files("aquifer.kernels").joinpath(file).read_bytes()
     parts = (source, *options, *map(str, _call(nvrtc.nvrtcVersion)))
     key = hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
-    path = Path(kernel_folder()) / f"aquifer-{key[:32]}.cubin"
+    path = Path(kernel_folder()) / f"aquifer-{key[:32]}.kernel"
     try:
-        return path.read_bytes()
+        kept = path.read_bytes()
+        digest, code = kept[:_DIGEST_BYTES], kept[_DIGEST_BYTES:]
+        if hashlib.sha256(code).digest() == digest:
+            return code
+        _log.warning("%s is damaged, so its kernel is compiled again", path)
     except OSError:
-        code = _compile(source, file, options)
+        pass  # nothing is kept yet
+    code = _compile(source, file, options)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-        unfinished.write_bytes(code)
+        unfinished.write_bytes(hashlib.sha256(code).digest() + code)
         unfinished.replace(path)
     except OSError as error:
         _log.warning("cannot keep a compiled kernel in %s: %s", path.parent, error)
