@@ -3,7 +3,7 @@
 A sequence finds mapped what the one before it in its slot has left there (deferred reclamation,
 vAttention, section 5.4.2), and only the first one of a slot finds nothing. So slots are given a
 predecessor that never ran: pages are mapped as for a sequence of usual length, and given up at
-once. Retired pages are free memory: whoever is short of pages takes them.
+once. Retired pages are free memory: a tenant that is short of pages gets them.
 
 They are of the pool's own size, which suit any prompt. A larger one would have to be unmapped where
 a prompt does not fill it.
