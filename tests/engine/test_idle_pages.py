@@ -21,7 +21,7 @@ def _prepared(world: World) -> int:
         world.check()
     usage = world.engine.pool.usage()
     assert all(owner.kind != Kind.KV for owner in usage.in_use_bytes)
-    assert not count or 4 * usage.retired_bytes <= usage.budget_bytes
+    assert not count or 4 * usage.retired_bytes <= usage.free_bytes
     return count
 
 
@@ -66,10 +66,10 @@ def test_running_sequences_are_left_alone(open_world: Open, cases: dict[str, lis
 
 
 def test_little_memory(open_world: Open, sizes: dict[str, tuple[int, int]]) -> None:
-    """Half of it stays as it is."""
+    """Three quarters of what is free stay as they are."""
     weight_bytes, _ = sizes["llama"]
     world = open_world(2 * weight_bytes, is_behind=True, models={"a": "llama"})
-    assert not _prepared(world)
+    assert _prepared(world) < len(world.engine.lanes["a"].slots.free)
 
 
 def test_a_device_that_refuses(

@@ -24,10 +24,7 @@ _TOKENS = 1024
 """Length of the sequences for which pages are mapped."""
 
 _SHARE = 4
-"""At most this part of the budget is retired by it: a quarter."""
-
-_READY_SHARE = 2
-"""At least this part of the budget stays idle or not created: half."""
+"""At most this part of the free memory is mapped: a quarter. The rest takes no unmapping to get."""
 
 
 class IdlePages:
@@ -74,13 +71,8 @@ class IdlePages:
         pool, cache = self._pool, lane.cache
         num_tokens = min(_TOKENS, lane.slots.token_ids.shape[1])
         num_bytes = self._room.size(int(cache.footprint.pages(num_tokens)))
-        ready_bytes = pool.ready_bytes - num_bytes
-        retired_bytes = pool.free_bytes - pool.ready_bytes + num_bytes
-        has_room = (
-            _READY_SHARE * ready_bytes >= pool.budget_bytes
-            and _SHARE * retired_bytes <= pool.budget_bytes
-        )
-        if not has_room:
+        retired_bytes = pool.free_bytes - pool.ready_bytes
+        if _SHARE * (retired_bytes + num_bytes) > pool.free_bytes:
             return False
         cache.expect(slot, 1, num_tokens + 1)
         try:
