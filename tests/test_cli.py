@@ -171,7 +171,9 @@ def test_memory_too_small_is_an_error(checkpoint: Path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, of Linux")
-def test_output_that_cannot_be_written_is_an_error():
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_cannot_be_written_is_an_error(monkeypatch, unbuffered: str):
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     with Path("/dev/full").open("w") as full:
         result = subprocess.run(
             [sys.executable, "-m", "aquifer", "--version"],
@@ -183,6 +185,25 @@ def test_output_that_cannot_be_written_is_an_error():
         )
     assert result.returncode == 1
     assert result.stderr == "error: the output could not be written: No space left on device\n"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_whose_reader_is_gone_is_no_error_to_tell(monkeypatch, unbuffered: str):
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        result = subprocess.run(
+            [sys.executable, "-m", "aquifer", "--version"],
+            check=False,
+            text=True,
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            timeout=PATIENCE_S,
+        )
+    finally:
+        os.close(writer)
+    assert result.stderr == ""
 
 
 def test_run_answers_a_prompt_or_standard_input(checkpoint: Path):

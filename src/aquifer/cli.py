@@ -87,7 +87,10 @@ def main() -> NoReturn:
     limit_spinning()
     collect_nothing_at_exit()
     try:
-        app()
+        try:
+            app()
+        finally:
+            _write_buffered()
     except AquiferError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
@@ -96,10 +99,26 @@ def main() -> NoReturn:
             raise
         what = error.filename or "the output"
         print(f"error: {what} could not be written: {error.strerror}", file=sys.stderr)
-        # What is buffered could not be written either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         sys.exit(1)
     sys.exit(0)
+
+
+def _write_buffered() -> None:
+    """Write the buffered output now, since later an error could not be told.
+
+    Raises:
+        OSError: it cannot be written, for another reason than that its reader is gone.
+    """
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _discard_output()
+
+
+def _discard_output() -> None:
+    """Have what is buffered go nowhere when the process ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _print_version(wanted: bool) -> None:
