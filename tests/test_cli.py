@@ -170,37 +170,35 @@ def test_memory_too_small_is_an_error(checkpoint: Path):
     assert result.stderr.count("\n") == 1
 
 
+def _version_to(stdout: int) -> subprocess.CompletedProcess[str]:
+    """Have the version written to an open file."""
+    return subprocess.run(
+        [sys.executable, "-m", "aquifer", "--version"],
+        check=False,
+        text=True,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        timeout=PATIENCE_S,
+    )
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, of Linux")
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_output_that_cannot_be_written_is_an_error(monkeypatch, unbuffered: str):
     monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     with Path("/dev/full").open("w") as full:
-        result = subprocess.run(
-            [sys.executable, "-m", "aquifer", "--version"],
-            check=False,
-            text=True,
-            stdout=full,
-            stderr=subprocess.PIPE,
-            timeout=PATIENCE_S,
-        )
+        result = _version_to(full.fileno())
     assert result.returncode == 1
     assert result.stderr == "error: the output could not be written: No space left on device\n"
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_output_whose_reader_is_gone_is_no_error_to_tell(monkeypatch, unbuffered: str):
+def test_a_reader_that_is_gone_is_no_error_to_tell(monkeypatch, unbuffered: str):
     monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     reader, writer = os.pipe()
     os.close(reader)
     try:
-        result = subprocess.run(
-            [sys.executable, "-m", "aquifer", "--version"],
-            check=False,
-            text=True,
-            stdout=writer,
-            stderr=subprocess.PIPE,
-            timeout=PATIENCE_S,
-        )
+        result = _version_to(writer)
     finally:
         os.close(writer)
     assert result.stderr == ""

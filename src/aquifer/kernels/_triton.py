@@ -155,8 +155,8 @@ class Recording:
     """The launches of an operation, to be repeated with other tensors of the same shapes.
 
     At each launch Triton works out from the arguments which compiled kernel they need, and that
-    takes 30 to 50 us on the host. A repeated launch takes a tenth of that (`_launch.py`). The
-    layers of a model are such repetitions: they differ in addresses only.
+    takes 30 to 50 us on the host. A repeated launch takes 6 to 7 us (`_launch.py`). The layers of a
+    model are such repetitions: they differ in addresses only.
 
     A context manager: `launch` adds what is launched in its body, by the same thread on the current
     stream. Tensors that the operation allocates are kept, and used again by each repetition.
