@@ -283,6 +283,8 @@ def _while_restarting(server: RunningServer) -> None:
 def _accepts(server: RunningServer) -> bool:
     try:
         socket.create_connection((str(server.host), server.port)).close()
+    except ConnectionResetError:
+        pass  # the listener is being closed: the next one is refused
     except ConnectionRefusedError:
         return False
     return True
