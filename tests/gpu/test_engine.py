@@ -21,8 +21,10 @@ import transformers
 from tests.architectures import HYBRIDS, OUR_DECODER, TRANSFORMERS, save_tiny
 
 from aquifer.cache import KV_CACHES
+from aquifer.engine.chunk_graphs import ChunkGraphs
 from aquifer.engine.outputs import RequestOutput, TokenOutput
 from aquifer.engine.params import Request, SamplingParams
+from aquifer.engine.whole_graphs import WholeGraphs
 from aquifer.llm import LLM
 from aquifer.memory.pool import Kind, Owner
 
@@ -332,6 +334,40 @@ def test_caches_and_chunks_give_the_same_tokens(checkpoint: Checkpoint) -> None:
                 results.append(generate(llm, prompts, greedy(24)))
     assert_best(checkpoint.model, prompts, results[0])
     assert all(result == results[0] for result in results)
+
+
+@pytest.mark.parametrize("kv_cache", KV_CACHES)
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "deepseek_v2"])
+def test_short_prompts_are_read_in_one_graph(
+    architecture: str, kv_cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside sequences that decode, and after a prefix; with the tokens of steps in pieces."""
+    save_tiny(OUR_DECODER[architecture](), tmp_path, SEED)
+    prompts = random_prompts((1, 12, 33, 70, 5, 60, 41))
+    params = [greedy(n) for n in (40, 24, 8, 30, 1, 12, 20)]
+    whole, pieces = [], []
+    run, run_pieces = WholeGraphs.run, ChunkGraphs.run
+
+    def noted(self: WholeGraphs, size: int, spans: Any, num_decodes: int, *rest: Any) -> None:
+        whole.append((num_decodes, spans.starts[num_decodes:].tolist()))
+        run(self, size, spans, num_decodes, *rest)
+
+    def noted_pieces(self: ChunkGraphs, *arguments: Any) -> None:
+        pieces.append(arguments[0])
+        run_pieces(self, *arguments)
+
+    monkeypatch.setattr(WholeGraphs, "run", noted)
+    monkeypatch.setattr(ChunkGraphs, "run", noted_pieces)
+    options: dict[str, Any] = {"max_num_batched_tokens": 48, "dtype": "float32"}
+    with open_llm(tmp_path, kv_cache=kv_cache, **options) as llm:
+        outputs = generate(llm, prompts, params)
+        assert any(num_decodes and max(starts) for num_decodes, starts in whole)
+        assert not pieces
+        monkeypatch.setattr(WholeGraphs, "fits", lambda *arguments: False)
+        in_pieces = generate(llm, prompts, params)
+        assert pieces
+    assert_best(load(tmp_path, torch.float32), prompts, outputs)
+    assert in_pieces == outputs
 
 
 @pytest.mark.parametrize("kv_cache", KV_CACHES)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from tests.kernels.attention_kv import make_sinks
 from tests.kernels.prefill_cases import SMALL, Case, check, make_case
 
-from aquifer.kernels import cudnn_attention, prefill_attention
+from aquifer.kernels import cudnn_attention, prefill_attention, prefill_work
 from aquifer.kernels.alibi import alibi_slopes
 from aquifer.kernels.cudnn_attention import (
     CALL_KEYS,
@@ -216,7 +217,9 @@ def test_more_parts_than_are_merged_at_once(device, shapes):
 
 def test_our_kernel_splits_the_keys_that_cudnn_leaves(device, monkeypatch, shapes):
     monkeypatch.setattr(prefill_attention, "MIN_SPLIT_KEYS", 16)
-    monkeypatch.setattr(prefill_attention, "choose_num_splits", lambda *numbers: 3)
+    monkeypatch.setattr(
+        prefill_work, "choose_num_splits", lambda num_keys, tiling: np.full_like(num_keys, 3)
+    )
     check(make_case(device, [(55, 40), (5, 20), (0, 24)], max_tokens=96))
     assert shapes == [(1, 32, 32, False), (1, 8, 32, False), (1, 24, 24, True)]
 

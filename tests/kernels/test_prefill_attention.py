@@ -141,17 +141,6 @@ def test_splits_of_heads_that_share_a_program(device, monkeypatch):
     check(case, SMALL, num_splits=3)
 
 
-def test_short_chunks_after_long_prefixes_are_split(monkeypatch):
-    """As many splits as fill the device, but none with few keys."""
-    assert module.choose_num_splits(8, 8192, torch.device("cpu")) == 1
-    monkeypatch.setattr(module, "count_multiprocessors", lambda device: 132)
-    device = torch.device("cpu")
-    assert module.choose_num_splits(8, 8192, device) == 32
-    assert module.choose_num_splits(8, 1000, device) == 3
-    assert module.choose_num_splits(100, 8192, device) == 2
-    assert module.choose_num_splits(265, 8192, device) == 1
-
-
 @pytest.mark.parametrize("softcap", [0.5, 30.0])
 def test_softcap(device, softcap):
     check(make_case(device, RAGGED), SMALL, softcap=softcap)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from aquifer.kernels.prefill_attention import PrefillSpans
+from aquifer.kernels.prefill_attention import DeviceSpans, PrefillSpans
 from aquifer.memory.transfer import upload
 
 IntArray = npt.NDArray[np.int64]
@@ -68,6 +68,9 @@ class Rows:
     # of their sequence.
     decode_lengths: torch.Tensor
     chunks: PrefillSpans | None  # all other rows: several tokens of a sequence each
+    # The same of a step that is captured whole, of which the host knows nothing. The first rows
+    # may then be of chunks though they could decode: their `decode_lengths` are 0.
+    fixed_chunks: DeviceSpans | None = None
 
     @classmethod
     def of(

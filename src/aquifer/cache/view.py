@@ -18,9 +18,15 @@ from aquifer.kernels.latent_attention import (
     LatentWorkspaces,
     latent_decode_attention,
     latent_prefill_attention,
+    latent_prefill_attention_fixed,
 )
 from aquifer.kernels.linear import Matrix, linear
-from aquifer.kernels.prefill_attention import PrefillSpans, prefill_attention
+from aquifer.kernels.prefill_attention import (
+    DeviceSpans,
+    PrefillSpans,
+    prefill_attention,
+    prefill_attention_fixed,
+)
 
 
 class _Arguments(TypedDict):
@@ -280,7 +286,8 @@ class StepView(WithoutState):
     @property
     def decoding(self) -> DecodingView | None:
         """See `KVView.decoding`."""
-        return self if self._rows.chunks is None else None
+        rows = self._rows
+        return self if rows.chunks is None and rows.fixed_chunks is None else None
 
     def attend_beside(
         self, layer: int, query: torch.Tensor, out: torch.Tensor, how: AttentionOptions
@@ -305,6 +312,8 @@ class StepView(WithoutState):
             self._attend_decodes(layer, query, out, how)
         if rows.chunks is not None:
             self._attend_chunks(layer, query, out, how)
+        if rows.fixed_chunks is not None:
+            self._attend_fixed(layer, query, out, rows.fixed_chunks, how)
         return out
 
     def attend_linear(
@@ -367,6 +376,23 @@ class StepView(WithoutState):
         return prefill_attention(
             query, keys, values, self._tables, chunks, out, in_place=in_place, **how.arguments()
         )
+
+    def _attend_fixed(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        out: torch.Tensor,
+        chunks: DeviceSpans,
+        how: AttentionOptions,
+    ) -> None:
+        """Write the rows of `out` that are of chunks of a step that is captured whole."""
+        keys, values = self._layers[layer]
+        if self._layout.layers[layer].is_latent:
+            latent_prefill_attention_fixed(
+                query, keys, self._tables, chunks, out, scale=_only_scale(how)
+            )
+            return
+        prefill_attention_fixed(query, keys, values, self._tables, chunks, out, **how.arguments())
 
     def _attend_decodes(
         self,

@@ -19,6 +19,7 @@ from aquifer.engine.graphs import StepBuffers, padded_size, padded_sizes
 from aquifer.engine.reports import OnStage
 from aquifer.engine.sample_graphs import CAPTURED_MODES, Sampled, SampleGraphs
 from aquifer.engine.sampler import SamplingMode
+from aquifer.engine.whole_graphs import MOST_TOKENS, WholeGraphs
 from aquifer.kernels import compiled_together
 from aquifer.kernels.capture import GraphPool
 from aquifer.memory.transfer import Uploads, upload, upload_into
@@ -48,6 +49,7 @@ class CapturedSteps:
         max_seqs: sequences of the largest step.
         max_tokens: tokens of the largest step.
         device: the device.
+        has_state: whether layers have recurrences.
     """
 
     def __init__(
@@ -60,6 +62,8 @@ class CapturedSteps:
         max_seqs: int,
         max_tokens: int,
         device: torch.device,
+        *,
+        has_state: bool,
     ) -> None:
         self._device = device
         self._buffers = buffers
@@ -73,6 +77,8 @@ class CapturedSteps:
         self._chunks = ChunkGraphs(
             steps.forward, rehearsals.forward, view, self._inputs, buffers, pool
         )
+        self._whole = WholeGraphs(steps.forward, rehearsals.forward, view, buffers, pool, device)
+        self._most_whole_tokens = 0 if has_state else MOST_TOKENS
         self._uploaded = np.full((2, buffers.max_rows), -1, np.int64)
 
     def rehearse(self, token_s: float, on_stage: OnStage) -> None:
@@ -86,6 +92,8 @@ class CapturedSteps:
         with compiled_together(self._device, partial(on_stage, "kernels")):
             for size in reversed(self._short(token_s)):
                 self._chunks.rehearse(size)
+                if size <= self._most_whole_tokens:
+                    self._whole.rehearse(size)
             for size in reversed(self._sizes):
                 self._decodes.rehearse(size)
                 for mode in CAPTURED_MODES:
@@ -108,6 +116,8 @@ class CapturedSteps:
             on_stage("steps", num_done, total)
         for num_done, size in enumerate(reversed(sizes), len(self._sizes) + 1):
             self._chunks.capture(size)
+            if size <= self._most_whole_tokens:
+                self._whole.capture(size)
             on_stage("steps", num_done, total)
         self._buffers.restart_reports()
 
@@ -161,6 +171,9 @@ class CapturedSteps:
         """
         size = self._chunks.size_of(spans.num_tokens)
         assert size is not None
+        if self._whole.fits(size, spans, num_decodes, cudnn_keys[num_decodes:]):
+            self._whole.run(size, spans, num_decodes, token_ids, context_lengths, sampled)
+            return
         num_tokens, last = spans.num_tokens, spans.ends_of(sampled)
         slots, positions, *chunks = Rows.arrays(spans, num_decodes, cudnn_keys)
         packed = self._inputs.packed(

@@ -1,5 +1,7 @@
 """Steps that read prompts, captured in pieces: everything but attention and recurrences.
 
+Short ones are captured whole too (`aquifer.engine.whole_graphs`).
+
 Which sequences run, and how many tokens of each, changes the shape of attention and of recurrences
 only. All else depends on the number of tokens alone. So the parts of a step between the layers'
 attention are captured for some numbers of tokens, to which others are padded, and attention is
@@ -48,7 +50,7 @@ _WITH_PRODUCT = 2048
 piece: cuDNN allocates what it returns, and copying that to where a piece reads it takes longer on
 the device than the launch of a product on the host."""
 
-_NARROWED = 2
+NARROWED = 2
 """Steps of at least this many times the rows to hand on compute the last layer for these alone,
 and for all that there may be."""
 
@@ -278,7 +280,7 @@ class ChunkGraphs:
 
     def _run(self, size: int, forward: Forward, view: KVView, of_wanted: KVView) -> None:
         token_ids, positions, slots, contexts, rows, *_ = self._inputs.of(size)
-        wanted = Wanted(rows, of_wanted) if size >= _NARROWED * len(rows) else None
+        wanted = Wanted(rows, of_wanted) if size >= NARROWED * len(rows) else None
         hidden = forward(token_ids, positions, slots, contexts, view, wanted)
         self._buffers.hidden.copy_(hidden[rows] if wanted is None else hidden)
 

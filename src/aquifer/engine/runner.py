@@ -158,6 +158,7 @@ class Runner:
                 self._max_seqs,
                 num_tokens,
                 self._device,
+                has_state=warm_up.has_state,
             )
             # Both take about a second: one Python's, the other cuDNN's, which keeps its plans for
             # the thread that they were made in.

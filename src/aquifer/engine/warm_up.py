@@ -150,6 +150,11 @@ class WarmUp:
         self._attentions: list[_Attention] = []
         self._recurrence: _Recurrence | None = None
 
+    @property
+    def has_state(self) -> bool:
+        """Whether layers have recurrences. Pre-condition: `run` was called."""
+        return self._recurrence is not None
+
     def lengths(self) -> tuple[list[int], list[int]]:
         """Tokens of KV that slots 1, 2, ... should have for all of it, and the least that does for
         all but prompts that cuDNN computes."""

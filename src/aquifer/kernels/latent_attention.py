@@ -28,7 +28,6 @@ order. Contiguous: `tables` is None, and a slot is one block, as long as the lon
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -63,11 +62,14 @@ from aquifer.kernels.decode_attention import (
 )
 from aquifer.kernels.prefill_attention import (
     MIN_SPLIT_KEYS,
+    DeviceSpans,
     PrefillSpans,
     launch_merge_splits,
+    partial_results,
     prefill_attention,
     prefill_attention_reference,
 )
+from aquifer.kernels.prefill_work import PROGRAM_COLUMNS, Tiling
 
 _LOG2_E = 1.4426950408889634
 
@@ -375,37 +377,62 @@ def latent_prefill_attention(
         values = keys[..., :value_dim]
         prefill_attention(query, keys, values, tables, spans, out, scale=scale)
         return
+    _run_prefill(query, keys, tables, spans, out, scale, config, num_splits)
+
+
+def latent_prefill_attention_fixed(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    tables: torch.Tensor | None,
+    spans: DeviceSpans,
+    out: torch.Tensor,
+    *,
+    scale: float,
+) -> None:
+    """`latent_prefill_attention` of chunks that only the device knows. Not on a CPU."""
+    _check(query, keys, out, scale)
+    _run_prefill(query, keys, tables, spans, out, scale)
+
+
+def _run_prefill(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    tables: torch.Tensor | None,
+    spans: DeviceSpans,
+    out: torch.Tensor,
+    scale: float,
+    config: PrefillConfig | None = None,
+    num_splits: int | None = None,
+) -> None:
     if config is None:
         config = default_prefill_config(query.dtype)
     num_heads, key_dim = query.shape[1:]
+    value_dim = out.shape[2]
     heads_per_program = max(n for n in range(1, config.block_rows + 1) if num_heads % n == 0)
-    block_tokens = config.block_rows // heads_per_program
     num_groups = num_heads // heads_per_program
-    counts = [end - begin for begin, end in itertools.pairwise(spans.offsets)]
-    num_blocks = -(-max(counts) // block_tokens)
-    num_programs = num_groups * len(counts) * num_blocks
-    if num_splits is None:
-        num_keys = max(start + count for start, count in zip(spans.starts, counts, strict=True))
-        room = count_multiprocessors(query.device) // num_programs
-        num_splits = max(min(room, num_keys // MIN_SPLIT_KEYS), 1)
-    # [programs, block_rows, value_dim] and [programs, block_rows]; empty without splits
-    size = (num_programs * num_splits if num_splits > 1 else 0, config.block_rows)
-    partials = torch.empty((*size, value_dim), dtype=torch.float32, device=query.device)
-    lse = torch.empty(size, dtype=torch.float32, device=query.device)
-    # Neighbouring programs read the same tokens; the heaviest programs of all spans come first.
+    work = spans.work(
+        Tiling(
+            block_tokens=config.block_rows // heads_per_program,
+            room=count_multiprocessors(query.device) // num_groups,
+            least_keys=MIN_SPLIT_KEYS,
+            num_splits=num_splits,
+        )
+    )
+    partials, lse = partial_results(work, num_groups, config.block_rows, out)
+    # Neighbouring programs read the same tokens.
     launch(
         _latent_prefill_kernel,
-        (num_groups, len(counts), num_blocks * num_splits),
+        (num_groups, len(work.programs)),
         query,
         keys,
         tables,
+        work.programs,
         spans.device_slots,
         spans.device_starts,
         spans.device_offsets,
         out,
         partials,
         lse,
-        num_splits,
         scale * _LOG2_E,
         query.stride(0),
         query.stride(1),
@@ -423,21 +450,11 @@ def latent_prefill_attention(
         rope_dim=key_dim - value_dim,
         rope_dim_pow2=pow2(key_dim - value_dim, MIN_DOT),
         min_split_keys=max(MIN_SPLIT_KEYS, config.block_keys),
+        num_columns=PROGRAM_COLUMNS,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    if num_splits > 1:
-        launch_merge_splits(
-            partials,
-            lse,
-            spans,
-            None,
-            out,
-            num_splits,
-            num_blocks,
-            heads_per_program=heads_per_program,
-            window_tokens=None,
-        )
+    launch_merge_splits(work, partials, lse, spans, None, out, heads_per_program=heads_per_program)
 
 
 def _check(query: torch.Tensor, keys: torch.Tensor, out: torch.Tensor, scale: float) -> None:
@@ -683,18 +700,18 @@ def _latent_decode_kernel(
                 )
 
 
-@jit_once(counts=("num_splits",), indices=("slots", "starts", "offsets"))
+@jit_once(indices=("programs", "slots", "starts", "offsets"))
 def _latent_prefill_kernel(
     query: tensor,
     keys: tensor,
     tables: tensor,
+    programs: tensor,
     slots: tensor,
     starts: tensor,
     offsets: tensor,
     out: tensor,
     partials: tensor,
     lse: tensor,
-    num_splits: tensor,
     factor: tensor,
     query_row_stride: tensor,
     query_head_stride: tensor,
@@ -712,19 +729,20 @@ def _latent_prefill_kernel(
     rope_dim: constexpr,
     rope_dim_pow2: constexpr,
     min_split_keys: constexpr,
+    num_columns: constexpr,
 ) -> None:
     first_head = tl.program_id(0) * heads_per_program
-    span = tl.program_id(1)
     block_tokens: constexpr = block_rows // heads_per_program
-    # The last tokens see the most keys, so their programs start first.
-    num_blocks = tl.num_programs(2) // num_splits
-    token_block = num_blocks - 1 - tl.program_id(2) // num_splits
-    first_token = token_block * block_tokens
+    own = programs + tl.program_id(1) * num_columns
+    span = tl.load(own).to(tl.int32)
+    if span < 0:
+        return
+    first_token = tl.load(own + 1).to(tl.int32)
+    split = tl.load(own + 2).to(tl.int32)
+    num_splits = tl.load(own + 3).to(tl.int32)
 
     first_row = tl.load(offsets + span)
     count = (tl.load(offsets + span + 1) - first_row).to(tl.int32)
-    if first_token >= count:
-        return
     start = tl.load(starts + span).to(tl.int32)
     slot = tl.load(slots + span).to(tl.int64)
 
@@ -741,7 +759,6 @@ def _latent_prefill_kernel(
 
     # Queries of the program see keys [0, end_key). This split's are [first_key, stop_key).
     end_key = start + tl.minimum(first_token + block_tokens, count)
-    split = tl.program_id(2) % num_splits
     split_keys = tl.cdiv(tl.cdiv(end_key, num_splits), block_keys) * block_keys
     split_keys = tl.maximum(split_keys, min_split_keys)
     first_key = split * split_keys
@@ -766,7 +783,7 @@ def _latent_prefill_kernel(
             mask=is_stored,
         )
     else:
-        partial = ((span * num_blocks + token_block) * num_splits + split).to(tl.int64)
+        partial = tl.program_id(1).to(tl.int64)
         partial_row = (partial * tl.num_programs(0) + tl.program_id(0)) * block_rows + row
         tl.store(lse + partial_row, tl.where(has_seen, top + tl.log2(total), float("-inf")))
         tl.store(

@@ -19,9 +19,10 @@ iterates over the keys in tiles; only tiles on the diagonal and at the window's 
     keys     | before the window | edge | seen by every query | diagonal |
              0                                                            start + count
 
-A short chunk after a long prefix, such as the next turn of a conversation, has few programs with
-many keys each. Their keys are then split over several programs, and a second kernel merges the
-partial results by their log-sum-exp (FlashDecoding).
+Which program takes which tokens is in lists that the host makes (`prefill_work.py`). A short chunk
+after a long prefix, such as the next turn of a conversation, has few programs with many keys each.
+Their keys are then split over several programs, and a second kernel merges the partial results by
+their log-sum-exp (FlashDecoding).
 
 Shapes throughout: `keys` and `values` are [blocks, block_size, kv_heads, dim]; the last stride is
 1, the others are any. Paged: `tables` [slots, max_blocks] are the block tables, a slot's blocks in
@@ -32,9 +33,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
+from typing import Protocol
 
+import numpy as np
 import torch
 
 from aquifer.kernels._triton import (
@@ -60,7 +62,9 @@ from aquifer.kernels.cudnn_attention import (
     run_cudnn,
     run_cudnn_once,
 )
+from aquifer.kernels.prefill_work import PROGRAM_COLUMNS, Tiling, Work, plan_work
 from aquifer.kernels.sinks import load_sinks, softmax_with_sinks
+from aquifer.memory.transfer import upload
 
 MIN_SPLIT_KEYS = 256
 """Minimum number of keys of a split: with fewer, merging costs more than it saves."""
@@ -71,6 +75,25 @@ _PROGRAMS_PER_MULTIPROCESSOR = 2
 _MERGE_ROWS = 8
 
 _LOG2_E = 1.4426950408889634
+
+
+class DeviceSpans(Protocol):
+    """The chunks of one step for our own kernel: what it reads of them, on the device."""
+
+    @property
+    def device_slots(self) -> torch.Tensor:
+        """[n] int64; this and the next two as in `PrefillSpans`."""
+
+    @property
+    def device_starts(self) -> torch.Tensor:
+        """[n] int64."""
+
+    @property
+    def device_offsets(self) -> torch.Tensor:
+        """[n + 1] int64."""
+
+    def work(self, tiling: Tiling) -> Work:
+        """The lists of a launch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +113,7 @@ class PrefillSpans:
     device_starts: torch.Tensor  # [n] int64
     device_offsets: torch.Tensor  # [n + 1] int64
     device_cudnn_keys: torch.Tensor  # [n] int64
+    _works: dict[Tiling, Work] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -106,6 +130,19 @@ class PrefillSpans:
     def least_tokens(self) -> int:
         """Tokens of the shortest chunk."""
         return min(end - begin for begin, end in _pairs(self.offsets))
+
+    def work(self, tiling: Tiling) -> Work:
+        """The lists of a launch; made, and copied to the device, for the first one of a kind."""
+        work = self._works.get(tiling)
+        if work is None:
+            places = np.array(self.starts), np.diff(self.offsets), np.array(self.cudnn_keys)
+            programs, merges = plan_work(*places, tiling)
+            both = upload(np.concatenate((programs.ravel(), merges)), self.device_slots.device)
+            on_device = both.split([programs.size, merges.size])
+            num_partials = len(programs) if len(merges) else 0
+            work = Work(on_device[0].view(programs.shape), on_device[1], num_partials)
+            self._works[tiling] = work
+        return work
 
     def alone(self, index: int) -> PrefillSpans:
         """One of the chunks, without earlier tokens, as if its sequence were in slot 0. Not for
@@ -269,11 +306,9 @@ def prefill_attention(
         )
         return out
     row_lse: torch.Tensor | None = None
-    chunks = _chunks(spans)
     if takes_cudnn:
         row_lse = query.new_empty(query.shape[1], len(query), dtype=torch.float32)
-        chunks = [(call.start - call.keys, call.count) for call in calls if not call.is_whole]
-    if chunks:
+    if not takes_cudnn or not all(call.is_whole for call in calls):
         config = default_config(query.shape[2], out.shape[2], query.dtype)
         assert all(call.is_whole or call.keys % config.block_keys == 0 for call in calls)
         run_triton(
@@ -284,8 +319,8 @@ def prefill_attention(
             spans,
             out,
             row_lse,
+            spans.device_cudnn_keys,
             config=config,
-            chunks=chunks,
             scale=scale,
             window_tokens=window_tokens,
             softcap=softcap,
@@ -297,6 +332,40 @@ def prefill_attention(
             assert row_lse is not None
             run_cudnn(query, keys, values, out, row_lse, call, scale)
     return out
+
+
+def prefill_attention_fixed(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor | None,
+    spans: DeviceSpans,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    window_tokens: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
+) -> None:
+    """`prefill_attention` by our own kernel alone, of chunks that only the device knows.
+
+    Not on a CPU, where the host is the device.
+    """
+    run_triton(
+        query,
+        keys,
+        values,
+        tables,
+        spans,
+        out,
+        config=default_config(query.shape[2], out.shape[2], query.dtype),
+        scale=scale,
+        window_tokens=window_tokens,
+        softcap=softcap,
+        sinks=sinks,
+        slopes=slopes,
+    )
 
 
 def prefill_attention_triton(
@@ -325,9 +394,7 @@ def prefill_attention_triton(
             tables,
             spans,
             out,
-            None,
             config=config,
-            chunks=_chunks(spans),
             num_splits=num_splits,
             scale=scale,
             window_tokens=window_tokens,
@@ -408,12 +475,12 @@ def run_triton(
     keys: torch.Tensor,
     values: torch.Tensor,
     tables: torch.Tensor | None,
-    spans: PrefillSpans,
+    spans: DeviceSpans,
     out: torch.Tensor,
-    row_lse: torch.Tensor | None,
+    row_lse: torch.Tensor | None = None,
+    cudnn_keys: torch.Tensor | None = None,
     *,
     config: Config,
-    chunks: Sequence[tuple[int, int]],
     num_splits: int | None = None,
     scale: float,
     window_tokens: int | None,
@@ -431,10 +498,10 @@ def run_triton(
         spans: likewise.
         out: likewise.
         row_lse: [heads, tokens] float32, contiguous; None where cuDNN takes no keys. Else the
-            kernel leaves `PrefillSpans.cudnn_keys` to it, and writes the natural logarithm of the
-            sum of exp(score) over all other keys to the rows of the spans.
+            kernel leaves `cudnn_keys` to it, and writes the natural logarithm of the sum of
+            exp(score) over all other keys to the rows of the spans.
+        cudnn_keys: [spans] int64, see `PrefillSpans`.
         config: tiling of the work.
-        chunks: (tokens before the chunk, tokens of it) that are read, for each span to be written.
         num_splits: number of programs that share the keys of a query; by default as many as fill
             the device.
         scale: as in `prefill_attention`.
@@ -447,41 +514,38 @@ def run_triton(
     _, block_size, num_kv_heads, value_dim = values.shape
     group = num_heads // num_kv_heads
     heads_per_program = max(n for n in range(1, MIN_DOT + 1) if group % n == 0)
-    block_tokens = config.block_rows // heads_per_program
     num_groups = num_heads // heads_per_program
-    num_blocks = -(-max(count for _, count in chunks) // block_tokens)
-    # Some programs have no work, but have room for partial results.
-    num_programs = num_groups * len(spans.slots) * num_blocks
-    if num_splits is None:
-        num_keys = max(start + count for start, count in chunks)
-        if window_tokens is not None:
-            num_keys = min(num_keys, window_tokens + block_tokens)
-        num_splits = choose_num_splits(num_programs, num_keys, query.device)
-    partials = lse = _nothing(query.device)
-    if num_splits > 1:
-        # [programs, block_rows, value_dim] and [programs, block_rows]
-        size = (num_programs * num_splits, config.block_rows)
-        partials = torch.empty((*size, value_dim), dtype=torch.float32, device=query.device)
-        lse = torch.empty(size, dtype=torch.float32, device=query.device)
-    # Neighbouring programs read the same tokens; the heaviest programs of all spans come first.
+    num_resident = _PROGRAMS_PER_MULTIPROCESSOR * count_multiprocessors(query.device)
+    work = spans.work(
+        Tiling(
+            block_tokens=config.block_rows // heads_per_program,
+            room=num_resident // num_groups,
+            least_keys=MIN_SPLIT_KEYS,
+            window_tokens=window_tokens,
+            leaves_keys=row_lse is not None,
+            num_splits=num_splits,
+        )
+    )
+    partials, lse = partial_results(work, num_groups, config.block_rows, out)
+    # Neighbouring programs read the same tokens.
     launch(
         _prefill_attention_kernel,
-        (num_groups, len(spans.slots), num_blocks * num_splits),
+        (num_groups, len(work.programs)),
         query,
         keys,
         values,
         tables,
+        work.programs,
         spans.device_slots,
         spans.device_starts,
         spans.device_offsets,
-        None if row_lse is None else spans.device_cudnn_keys,
+        None if row_lse is None else cudnn_keys,
         sinks,
         slopes,
         out,
         row_lse,
         partials,
         lse,
-        num_splits,
         # Scores are in powers of two, except with a softcap, which needs the score itself.
         scale if softcap is not None else scale * _LOG2_E,
         query.stride(0),
@@ -511,66 +575,72 @@ def run_triton(
         window_tokens=window_tokens,
         has_sinks=sinks is not None,
         has_cudnn=row_lse is not None,
+        num_columns=PROGRAM_COLUMNS,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    if num_splits > 1:
-        launch_merge_splits(
-            partials,
-            lse,
-            spans,
-            sinks,
-            out,
-            num_splits,
-            num_blocks,
-            heads_per_program=heads_per_program,
-            window_tokens=window_tokens,
-            row_lse=row_lse,
-        )
+    launch_merge_splits(
+        work, partials, lse, spans, sinks, out, heads_per_program=heads_per_program, row_lse=row_lse
+    )
+
+
+def partial_results(
+    work: Work, num_groups: int, block_rows: int, out: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Allocate partial results, and their log-sum-exp in powers of two, both float32.
+
+    Args:
+        work: of the launch; without splits, both are empty.
+        num_groups: programs for each entry of it.
+        block_rows: rows of a program.
+        out: [tokens, heads, value_dim], the result.
+
+    Returns: [programs, block_rows, value_dim] and [programs, block_rows].
+    """
+    shape = (work.num_partials * num_groups, block_rows)
+    partials = torch.empty((*shape, out.shape[2]), dtype=torch.float32, device=out.device)
+    return partials, torch.empty(shape, dtype=torch.float32, device=out.device)
 
 
 def launch_merge_splits(
+    work: Work,
     partials: torch.Tensor,
     lse: torch.Tensor,
-    spans: PrefillSpans,
+    spans: DeviceSpans,
     sinks: torch.Tensor | None,
     out: torch.Tensor,
-    num_splits: int,
-    num_blocks: int,
     *,
     heads_per_program: int,
-    window_tokens: int | None,
     row_lse: torch.Tensor | None = None,
 ) -> None:
-    """Merge the partial results of splits.
+    """Merge the partial results of splits, if there are any.
 
     Args:
-        partials: [spans * num_blocks * num_splits * groups of heads, block_rows, value_dim].
-        lse: [..., block_rows], log-sum-exp in powers of two.
+        work: of the launch that left them.
+        partials: see `partial_results`.
+        lse: likewise.
         spans: the chunks.
         sinks: [heads] or None.
-        out: [tokens, heads, value_dim]; the rows of the spans are overwritten.
-        num_splits: splits of each program's keys.
-        num_blocks: programs for the tokens of the longest span.
+        out: [tokens, heads, value_dim]; the rows that have splits are overwritten.
         heads_per_program: heads that a program's rows are of.
-        window_tokens: as in `prefill_attention`.
         row_lse: as in `run_triton`.
     """
+    if not len(work.merges):
+        return
     num_heads, value_dim = out.shape[1:]
     block_rows = partials.shape[1]
     merge_rows = min(_MERGE_ROWS, block_rows)
     launch(
         _merge_splits_kernel,
-        (num_heads // heads_per_program * (block_rows // merge_rows), len(spans.slots), num_blocks),
+        (num_heads // heads_per_program * (block_rows // merge_rows), len(work.merges)),
         partials,
         lse,
-        spans.device_starts,
+        work.programs,
+        work.merges,
         spans.device_offsets,
-        None if row_lse is None else spans.device_cudnn_keys,
         sinks,
         out,
         row_lse,
-        num_splits,
         out.stride(0),
         out.stride(1),
         len(out),
@@ -579,29 +649,11 @@ def launch_merge_splits(
         value_dim=value_dim,
         value_dim_pow2=pow2(value_dim),
         merge_rows=merge_rows,
-        window_tokens=window_tokens,
         has_sinks=sinks is not None,
-        has_cudnn=row_lse is not None,
+        has_row_lse=row_lse is not None,
+        num_columns=PROGRAM_COLUMNS,
         num_warps=4,
     )
-
-
-@cache
-def _nothing(device: torch.device) -> torch.Tensor:
-    """Empty tensor in place of partial results when there are no splits."""
-    return torch.empty(0, dtype=torch.float32, device=device)
-
-
-def choose_num_splits(num_programs: int, num_keys: int, device: torch.device) -> int:
-    """Choose the number of splits for programs with up to `num_keys` keys each."""
-    room = _PROGRAMS_PER_MULTIPROCESSOR * count_multiprocessors(device) // num_programs
-    return max(min(room, num_keys // MIN_SPLIT_KEYS), 1)
-
-
-def _chunks(spans: PrefillSpans) -> list[tuple[int, int]]:
-    """Return (start, count) of each span."""
-    counts = (end - begin for begin, end in _pairs(spans.offsets))
-    return list(zip(spans.starts, counts, strict=True))
 
 
 def _pairs(offsets: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -730,29 +782,13 @@ def _attend_tiles(
     return acc, total, top
 
 
-@jit
-def _first_key(
-    cudnn_keys: tensor,
-    span: tensor,
-    end: tensor,
-    window_tokens: constexpr,
-    has_cudnn: constexpr,
-) -> tensor:
-    """The first key of a span that cuDNN leaves to this kernel; `end`, or more, if it takes all."""
-    first = end * 0
-    if has_cudnn:
-        first = tl.load(cudnn_keys + span).to(tl.int32)
-        if window_tokens is not None:
-            first = tl.where(end <= window_tokens, first, 0)
-    return first
-
-
-@jit_once(counts=("num_splits", "num_rows"), indices=("slots", "starts", "offsets", "cudnn_keys"))
+@jit_once(counts=("num_rows",), indices=("programs", "slots", "starts", "offsets", "cudnn_keys"))
 def _prefill_attention_kernel(
     query: tensor,
     keys: tensor,
     values: tensor,
     tables: tensor,
+    programs: tensor,
     slots: tensor,
     starts: tensor,
     offsets: tensor,
@@ -763,7 +799,6 @@ def _prefill_attention_kernel(
     row_lse: tensor,
     partials: tensor,
     lse: tensor,
-    num_splits: tensor,
     factor: tensor,
     query_row_stride: tensor,
     query_head_stride: tensor,
@@ -792,23 +827,26 @@ def _prefill_attention_kernel(
     has_slopes: constexpr,
     has_cudnn: constexpr,
     min_split_keys: constexpr,
+    num_columns: constexpr,
 ) -> None:
     first_head = tl.program_id(0) * heads_per_program
-    span = tl.program_id(1)
     block_tokens: constexpr = block_rows // heads_per_program
-    # The last tokens see the most keys, so their programs start first.
-    num_blocks = tl.num_programs(2) // num_splits
-    token_block = num_blocks - 1 - tl.program_id(2) // num_splits
-    first_token = token_block * block_tokens
+    own = programs + tl.program_id(1) * num_columns
+    span = tl.load(own).to(tl.int32)
+    if span < 0:
+        return
+    first_token = tl.load(own + 1).to(tl.int32)
+    split = tl.load(own + 2).to(tl.int32)
+    num_splits = tl.load(own + 3).to(tl.int32)
 
     first_row = tl.load(offsets + span)
     count = (tl.load(offsets + span + 1) - first_row).to(tl.int32)
-    if first_token >= count:
-        return
     start = tl.load(starts + span).to(tl.int32)
-    first_key = _first_key(cudnn_keys, span, start + count, window_tokens, has_cudnn)
-    if first_key >= start + count:
-        return
+    first_key = start * 0
+    if has_cudnn:
+        first_key = tl.load(cudnn_keys + span).to(tl.int32)
+        if window_tokens is not None:
+            first_key = tl.where(start + count <= window_tokens, first_key, 0)
     slot = tl.load(slots + span).to(tl.int64)
     kv_head = (first_head // group).to(tl.int64)
 
@@ -843,7 +881,6 @@ def _prefill_attention_kernel(
         full_begin = tl.minimum(full_begin, full_end)
 
     # This split's keys are [first_tile, stop_key).
-    split = tl.program_id(2) % num_splits
     split_keys = tl.cdiv(tl.cdiv(end_key - first_tile, num_splits), block_keys) * block_keys
     split_keys = tl.maximum(split_keys, min_split_keys)
     first_tile += split * split_keys
@@ -907,7 +944,7 @@ def _prefill_attention_kernel(
             log = (top + tl.log2(total)) * ln_2
             tl.store(row_lse + head * num_rows + first_row + token, log, mask=is_row)
     else:
-        partial = ((span * num_blocks + token_block) * num_splits + split).to(tl.int64)
+        partial = tl.program_id(1).to(tl.int64)
         partial_row = (partial * tl.num_programs(0) + tl.program_id(0)) * block_rows + row
         tl.store(lse + partial_row, tl.where(has_seen, top + tl.log2(total), float("-inf")))
         tl.store(
@@ -917,17 +954,16 @@ def _prefill_attention_kernel(
         )
 
 
-@jit_once(counts=("num_splits", "num_rows"), indices=("starts", "offsets", "cudnn_keys"))
+@jit_once(counts=("num_rows",), indices=("programs", "merges", "offsets"))
 def _merge_splits_kernel(
     partials: tensor,
     lse: tensor,
-    starts: tensor,
+    programs: tensor,
+    merges: tensor,
     offsets: tensor,
-    cudnn_keys: tensor,
     sinks: tensor,
     out: tensor,
     row_lse: tensor,
-    num_splits: tensor,
     out_row_stride: tensor,
     out_head_stride: tensor,
     num_rows: tensor,
@@ -936,25 +972,24 @@ def _merge_splits_kernel(
     value_dim: constexpr,
     value_dim_pow2: constexpr,
     merge_rows: constexpr,
-    window_tokens: constexpr,
     has_sinks: constexpr,
-    has_cudnn: constexpr,
+    has_row_lse: constexpr,
+    num_columns: constexpr,
 ) -> None:
     """Merge the splits of `merge_rows` of the rows that one program would have without splits."""
     row_parts: constexpr = block_rows // merge_rows
     block_tokens: constexpr = block_rows // heads_per_program
     num_groups = tl.num_programs(0) // row_parts
     head_group = tl.program_id(0) // row_parts
-    span = tl.program_id(1)
-    first_token = tl.program_id(2) * block_tokens
+    first_partial = tl.load(merges + tl.program_id(1))
+    if first_partial < 0:
+        return
+    own = programs + first_partial * num_columns
+    span = tl.load(own).to(tl.int32)
+    first_token = tl.load(own + 1).to(tl.int32)
+    num_splits = tl.load(own + 3).to(tl.int32)
     first_row = tl.load(offsets + span)
     count = (tl.load(offsets + span + 1) - first_row).to(tl.int32)
-    start = tl.load(starts + span).to(tl.int32)
-    if first_token >= count:
-        return
-    first_key = _first_key(cudnn_keys, span, start + count, window_tokens, has_cudnn)
-    if first_key >= start + count:
-        return
 
     row = tl.program_id(0) % row_parts * merge_rows + tl.arange(0, merge_rows)
     token = first_token + row // heads_per_program
@@ -962,7 +997,6 @@ def _merge_splits_kernel(
     is_row = (row < block_tokens * heads_per_program) & (token < count)
     dim = tl.arange(0, value_dim_pow2)
     is_stored = is_row[:, None] & (dim < value_dim)[None, :]
-    first_partial = ((span * tl.num_programs(2) + tl.program_id(2)) * num_splits).to(tl.int64)
 
     top = tl.full([merge_rows], float("-inf"), tl.float32)
     total = tl.zeros([merge_rows], tl.float32)
@@ -986,7 +1020,7 @@ def _merge_splits_kernel(
     if has_sinks:
         total += tl.exp2(load_sinks(sinks, head, is_row) - top)
     total = tl.where(total > 0, total, 1.0)
-    if has_cudnn:
+    if has_row_lse:
         ln_2: constexpr = 0.6931471805599453
         log = (top + tl.log2(total)) * ln_2
         tl.store(row_lse + head * num_rows + first_row + token, log, mask=is_row)

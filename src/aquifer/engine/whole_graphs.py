@@ -1,0 +1,255 @@
+"""Short steps that read prompts, captured whole, attention too.
+
+A step in pieces (`aquifer.engine.chunk_graphs`) costs the host some launches for each layer, which
+take longer than a short step takes on the device. Here nothing is left to launch between: kernels
+of attention read on the device which rows decode and which are of chunks, from lists of a fixed
+length that the host fills before each run. So these graphs are launched at once.
+
+What is launched does not shrink with the step: there are as many programs as the largest lists
+need, and those without work end at once. Therefore only for short steps, with few chunks, and
+nothing for cuDNN. Recurrences are not in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from aquifer.cache.spans import IntArray, Rows, Spans
+from aquifer.cache.view import LaunchView
+from aquifer.engine.chunk_graphs import NARROWED, Forward
+from aquifer.engine.graphs import StepBuffers
+from aquifer.kernels.capture import GraphPool
+from aquifer.kernels.prefill_work import NOTHING, PROGRAM_COLUMNS, Tiling, Work, plan_work
+from aquifer.memory.transfer import upload_into
+from aquifer.models import Wanted
+
+MOST_TOKENS = 1792
+"""Steps with more tokens take the device longer than the host, in pieces too."""
+
+MOST_CHUNKS = 32
+
+
+class FixedSpans(NamedTuple):
+    """The chunks of a step, in tensors that stay; see `DeviceSpans`."""
+
+    device_slots: torch.Tensor  # [MOST_CHUNKS]
+    device_starts: torch.Tensor  # [MOST_CHUNKS]
+    device_offsets: torch.Tensor  # [MOST_CHUNKS + 1]
+    works: Callable[[Tiling], Work]
+
+    def work(self, tiling: Tiling) -> Work:
+        """The lists of a launch."""
+        return self.works(tiling)
+
+
+class _Inputs(NamedTuple):
+    """The inputs of a captured step on the device, all int64."""
+
+    token_ids: torch.Tensor  # [size]
+    positions: torch.Tensor  # [size]
+    slots: torch.Tensor  # [size], -1 for padding
+    context_lengths: torch.Tensor  # [size]
+    last_rows: torch.Tensor  # [rows], rows of which hidden states are handed on
+    last_slots: torch.Tensor  # [rows], their slots
+    last_positions: torch.Tensor  # [rows], their positions
+    last_lengths: torch.Tensor  # [rows], tokens of their sequences with these; 0 for padding
+    decode_lengths: torch.Tensor  # [rows], the same of the first rows of the step
+    chunk_slots: torch.Tensor  # [MOST_CHUNKS]; this and the next two as in `PrefillSpans`
+    chunk_starts: torch.Tensor  # [MOST_CHUNKS]
+    chunk_offsets: torch.Tensor  # [MOST_CHUNKS + 1]
+
+
+class StepLayout:
+    """Where the inputs of a captured step of some number of tokens are, within one vector.
+
+    Args:
+        size: tokens.
+        max_rows: hidden states that it hands on, and rows that decode, at most.
+        tilings: of its launches of attention to chunks.
+    """
+
+    def __init__(self, size: int, max_rows: int, tilings: Sequence[Tiling]) -> None:
+        self.num_rows = min(size, max_rows)
+        self._tilings = tilings
+        self._shapes = [
+            (tiling.most_programs(size, MOST_CHUNKS), tiling.most_merges) for tiling in tilings
+        ]
+        self._widths = [size] * 4 + [self.num_rows] * 5 + [MOST_CHUNKS] * 2 + [MOST_CHUNKS + 1]
+        for num_programs, num_merges in self._shapes:
+            self._widths += [num_programs * PROGRAM_COLUMNS, num_merges]
+
+    @property
+    def num_elements(self) -> int:
+        """Length of the vector."""
+        return sum(self._widths)
+
+    def split(self, flat: torch.Tensor) -> tuple[_Inputs, dict[Tiling, Work]]:
+        """The inputs within a vector that is at least as long."""
+        parts = flat[: self.num_elements].split(self._widths)
+        own, lists = len(_Inputs._fields), iter(parts[len(_Inputs._fields) :])
+        works = {
+            tiling: Work(next(lists).view(-1, PROGRAM_COLUMNS), next(lists), tiling.room)
+            for tiling in self._tilings
+        }
+        return _Inputs(*parts[:own]), works
+
+    def pack(
+        self,
+        spans: Spans,
+        num_decodes: int,
+        token_ids: IntArray,
+        context_lengths: IntArray,
+        sampled: IntArray,
+    ) -> IntArray:
+        """The vector for a step; see `WholeGraphs.run`."""
+        last, chunks = spans.ends_of(sampled), slice(num_decodes, None)
+        starts, counts = spans.starts[chunks], spans.counts[chunks]
+        slots, positions = spans.rows()
+        values: list[IntArray] = [
+            token_ids,
+            positions,
+            slots,
+            context_lengths,
+            spans.offsets[1:][sampled] - 1,
+            last.slots,
+            last.starts,
+            last.starts + 1,
+            spans.starts[:num_decodes] + 1,
+            spans.slots[chunks],
+            starts,
+            spans.offsets[chunks],
+        ]
+        none_for_cudnn = np.zeros_like(starts)
+        for tiling in self._tilings:
+            programs, merges = plan_work(starts, counts, none_for_cudnn, tiling)
+            values += [programs.ravel(), merges]
+        packed = np.zeros(self.num_elements, np.int64)
+        first = 0
+        for place, (width, value) in enumerate(zip(self._widths, values, strict=True)):
+            packed[first : first + len(value)] = value
+            if place in _UNUSED_IS_NOTHING or place >= len(_Inputs._fields):
+                packed[first + len(value) : first + width] = NOTHING
+            first += width
+        return packed
+
+    def padding(self) -> IntArray:
+        """The vector of a step without tokens."""
+        nothing = np.zeros(0, np.int64)
+        return self.pack(Spans.make(nothing, nothing, nothing), 0, nothing, nothing, nothing)
+
+
+_UNUSED_IS_NOTHING = (_Inputs._fields.index("slots"),)
+
+
+class WholeGraphs:
+    """The short steps of one model that read prompts, captured whole.
+
+    Args:
+        forward: the model.
+        rehearsal: launches the same kernels, each at least once, and gives no results.
+        view: makes the view of a step's KV.
+        buffers: where it leaves the hidden states of the rows to hand on.
+        pool: the graphs' memory.
+        device: the device.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        rehearsal: Forward,
+        view: Callable[[Rows], LaunchView],
+        buffers: StepBuffers,
+        pool: GraphPool,
+        device: torch.device,
+    ) -> None:
+        self._forward = forward
+        self._rehearsal = rehearsal
+        self._view = view
+        self._buffers = buffers
+        self._pool = pool
+        self._device = device
+        self._tilings: dict[Tiling, None] = {}  # in the order in which they were first needed
+        self._flat: torch.Tensor | None = None
+        self._captured: dict[int, tuple[StepLayout, torch.cuda.CUDAGraph]] = {}
+
+    def fits(self, size: int, spans: Spans, num_decodes: int, cudnn_keys: IntArray) -> bool:
+        """Whether `run` can run a step of the captured number of tokens `size`."""
+        num_chunks = len(spans.slots) - num_decodes
+        return size in self._captured and num_chunks <= MOST_CHUNKS and not cudnn_keys.any()
+
+    def run(
+        self,
+        size: int,
+        spans: Spans,
+        num_decodes: int,
+        token_ids: IntArray,
+        context_lengths: IntArray,
+        sampled: IntArray,
+    ) -> None:
+        """Run a step, up to the hidden states. Pre-condition: `fits`.
+
+        Args:
+            size: a captured number of tokens, at least those of the step.
+            spans: this and the others as in `CapturedSteps.run_chunks`.
+            num_decodes: likewise.
+            token_ids: likewise.
+            context_lengths: likewise.
+            sampled: likewise.
+        """
+        assert self._flat is not None
+        layout, graph = self._captured[size]
+        packed = layout.pack(spans, num_decodes, token_ids, context_lengths, sampled)
+        upload_into(self._flat[: len(packed)], packed)
+        graph.replay()
+
+    def rehearse(self, size: int) -> None:
+        """Launch the kernels of the step of that many tokens, without results."""
+        layout = StepLayout(size, self._buffers.max_rows, ())
+        inputs, _ = layout.split(torch.from_numpy(layout.padding()).to(self._device))
+
+        def work(tiling: Tiling) -> Work:
+            self._tilings[tiling] = None
+            needed = StepLayout(size, self._buffers.max_rows, (tiling,))
+            _, works = needed.split(torch.from_numpy(needed.padding()).to(self._device))
+            return works[tiling]
+
+        self._launch(size, self._rehearsal, inputs, work)
+
+    def capture(self, size: int) -> None:
+        """Capture the step of that many tokens. Pre-condition: `rehearse` was called for each
+        size, and the largest is captured first."""
+        layout = StepLayout(size, self._buffers.max_rows, tuple(self._tilings))
+        padding = torch.from_numpy(layout.padding()).to(self._device)
+        if self._flat is None:
+            self._flat = torch.zeros_like(padding)
+        self._flat[: len(padding)].copy_(padding)
+        inputs, works = layout.split(self._flat)
+        graph = self._pool.capture(
+            lambda: self._launch(size, self._forward, inputs, works.__getitem__)
+        )
+        self._captured[size] = layout, graph
+
+    def _launch(
+        self, size: int, forward: Forward, inputs: _Inputs, works: Callable[[Tiling], Work]
+    ) -> None:
+        chunks = FixedSpans(inputs.chunk_slots, inputs.chunk_starts, inputs.chunk_offsets, works)
+        rows = Rows(inputs.slots, inputs.positions, inputs.decode_lengths, None, chunks)
+        last_rows, wanted = inputs.last_rows, None
+        if size >= NARROWED * len(last_rows):
+            last = Rows(inputs.last_slots, inputs.last_positions, inputs.last_lengths, None)
+            wanted = Wanted(last_rows, self._view(last))
+        hidden = forward(
+            inputs.token_ids,
+            inputs.positions,
+            inputs.slots,
+            inputs.context_lengths,
+            self._view(rows),
+            wanted,
+        )
+        self._buffers.hidden[: len(last_rows)].copy_(
+            hidden[last_rows] if wanted is None else hidden
+        )

@@ -1,0 +1,96 @@
+"""Which program of a launch of prefill attention takes which queries and keys."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aquifer.kernels.prefill_work import IntArray, Tiling, choose_num_splits, plan_work
+
+TILING = Tiling(block_tokens=32, room=33, least_keys=256)
+
+
+def plan(
+    chunks: list[tuple[int, int]], tiling: Tiling, cudnn_keys: list[int] | None = None
+) -> tuple[IntArray, IntArray]:
+    starts, counts = np.array(chunks, np.int64).reshape(-1, 2).T
+    taken = np.array(cudnn_keys) if cudnn_keys is not None else np.zeros_like(starts)
+    return plan_work(starts, counts, taken, tiling)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 20_000), st.integers(1, 700)), max_size=12),
+    st.sampled_from([1, 16, 64]),
+    st.sampled_from([None, 1, 100, 5000]),
+    st.sampled_from([None, 1, 3]),
+)
+def test_each_token_is_of_one_block_and_each_block_has_all_its_splits(
+    chunks, block_tokens, window_tokens, num_splits
+):
+    tiling = Tiling(block_tokens, 33, 256, window_tokens, num_splits=num_splits)
+    programs, merges = plan(chunks, tiling)
+    blocks: dict[tuple[int, int], list[int]] = {}
+    for span, token, split, splits in programs.tolist():
+        splits_of = blocks.setdefault((span, token), [])
+        assert split == len(splits_of)
+        assert splits >= 1
+        splits_of.append(splits)
+    assert all(splits == [len(splits)] * len(splits) for splits in blocks.values())
+    assert sorted(blocks) == [
+        (span, token)
+        for span, (_, count) in enumerate(chunks)
+        for token in range(0, count, block_tokens)
+    ]
+    # Those with several splits are merged, once each, from where the first of these is.
+    assert sorted(merges.tolist()) == [
+        place
+        for place, (_, _, split, splits) in enumerate(programs.tolist())
+        if split == 0 and splits > 1
+    ]
+    num_tokens = sum(count for _, count in chunks)
+    assert len(programs) <= tiling.most_programs(num_tokens, len(chunks))
+    if num_splits is None:
+        assert len(merges) <= tiling.most_merges
+        assert not len(merges) or len(programs) <= tiling.room
+
+
+def test_a_short_chunk_after_a_long_prefix_is_split_over_the_device():
+    programs, merges = plan([(8192, 20)], TILING)
+    assert programs.tolist() == [[0, 0, split, 32] for split in range(32)]
+    assert merges.tolist() == [0]
+
+
+def test_few_keys_are_not_split():
+    assert choose_num_splits(np.array([1000]), TILING).tolist() == [3]
+    assert choose_num_splits(np.array([300, 200, 10]), TILING).tolist() == [1, 1, 1]
+
+
+def test_longer_prefixes_have_more_splits():
+    num_splits = choose_num_splits(np.array([8000, 2000, 100]), TILING)
+    assert num_splits.tolist() == [24, 6, 1]
+
+
+def test_nothing_is_split_where_there_are_programs_enough():
+    assert choose_num_splits(np.full(33, 8000), TILING).tolist() == [1] * 33
+
+
+def test_programs_with_the_most_keys_come_first():
+    programs, _ = plan([(0, 96), (1000, 40)], TILING._replace(room=0))
+    assert programs[:, :2].tolist() == [[1, 32], [1, 0], [0, 64], [0, 32], [0, 0]]
+
+
+def test_what_cudnn_takes_whole_has_no_programs():
+    chunks = [(2048, 2048), (4096, 100), (0, 512)]
+    programs, _ = plan(chunks, TILING._replace(leaves_keys=True, room=0), [4096, 4096, 0])
+    assert sorted(set(programs[:, 0].tolist())) == [1, 2]
+    # Keys are cuDNN's only where the window has all of them.
+    windowed = TILING._replace(leaves_keys=True, room=0, window_tokens=4095)
+    programs, _ = plan(chunks, windowed, [4096, 4096, 0])
+    assert sorted(set(programs[:, 0].tolist())) == [0, 1, 2]
+
+
+def test_no_chunks_are_no_work():
+    programs, merges = plan([], TILING)
+    assert programs.shape == (0, 4)
+    assert merges.shape == (0,)
