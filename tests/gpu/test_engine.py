@@ -363,7 +363,7 @@ def test_short_prompts_are_read_in_one_graph(
         outputs = generate(llm, prompts, params)
         assert any(num_decodes and max(starts) for num_decodes, starts in whole)
         assert not pieces
-        monkeypatch.setattr(WholeGraphs, "fits", lambda *arguments: False)
+        monkeypatch.setattr(WholeGraphs, "size_of", lambda *arguments: None)
         in_pieces = generate(llm, prompts, params)
         assert pieces
     assert_best(load(tmp_path, torch.float32), prompts, outputs)

@@ -22,6 +22,7 @@ from aquifer.engine.sampler import SamplingMode
 from aquifer.engine.whole_graphs import MOST_TOKENS, WholeGraphs
 from aquifer.kernels import compiled_together
 from aquifer.kernels.capture import GraphPool
+from aquifer.kernels.cudnn_attention import MIN_COUNT
 from aquifer.memory.transfer import Uploads, upload, upload_into
 
 LONG_STEP_S = 0.05
@@ -90,10 +91,10 @@ class CapturedSteps:
         """
         self._clear()
         with compiled_together(self._device, partial(on_stage, "kernels")):
-            for size in reversed(self._short(token_s)):
+            for size in reversed(self._in_pieces(token_s)):
                 self._chunks.rehearse(size)
-                if size <= self._most_whole_tokens:
-                    self._whole.rehearse(size)
+            for size in reversed(self._as_a_whole(token_s)):
+                self._whole.rehearse(size)
             for size in reversed(self._sizes):
                 self._decodes.rehearse(size)
                 for mode in CAPTURED_MODES:
@@ -107,28 +108,28 @@ class CapturedSteps:
             on_stage: told how many steps are captured.
         """
         self._clear()
-        sizes = self._short(token_s)
-        total = len(sizes) + len(self._sizes)
-        for num_done, size in enumerate(reversed(self._sizes), 1):
-            self._decodes.capture(size)
-            for mode in CAPTURED_MODES:
-                self._samples.capture(size, mode)
-            on_stage("steps", num_done, total)
-        for num_done, size in enumerate(reversed(sizes), len(self._sizes) + 1):
-            self._chunks.capture(size)
-            if size <= self._most_whole_tokens:
-                self._whole.capture(size)
-            on_stage("steps", num_done, total)
+        pieces, whole = self._in_pieces(token_s), self._as_a_whole(token_s)
+        captures = [
+            *(partial(self._capture_decodes, size) for size in reversed(self._sizes)),
+            *(partial(self._chunks.capture, size) for size in reversed(pieces)),
+            *(partial(self._whole.capture, size) for size in reversed(whole)),
+        ]
+        for num_done, capture in enumerate(captures, 1):
+            capture()
+            on_stage("steps", num_done, len(captures))
         self._buffers.restart_reports()
 
     @property
     def chunk_sizes(self) -> tuple[int, ...]:
         """Numbers of tokens for which steps that read prompts are captured, ascending."""
-        return self._chunks.sizes
+        return tuple(sorted({*self._chunks.sizes, *self._whole.sizes}))
 
-    def chunk_size(self, num_tokens: int) -> int | None:
-        """The captured number of tokens for a step of this many; None if there is none."""
-        return self._chunks.size_of(num_tokens)
+    def has_chunks(self, spans: Spans, num_decodes: int, cudnn_keys: IntArray) -> bool:
+        """Whether a step that reads prompts is captured; see `run_chunks`."""
+        return (
+            self._whole.size_of(spans, num_decodes, cudnn_keys) is not None
+            or self._chunks.size_of(spans.num_tokens) is not None
+        )
 
     def decode(self, slots: IntArray, sampled_slots: IntArray, uploads: Uploads) -> None:
         """Run a step of one token for each sequence, up to the hidden states.
@@ -159,7 +160,7 @@ class CapturedSteps:
         sampled: IntArray,
         cudnn_keys: IntArray,
     ) -> None:
-        """Run any step, up to the hidden states. Pre-condition: `chunk_size` of its tokens.
+        """Run any step, up to the hidden states. Pre-condition: `has_chunks`.
 
         Args:
             spans: its tokens.
@@ -169,11 +170,12 @@ class CapturedSteps:
             sampled: [n], spans of which the last token's hidden state is wanted.
             cudnn_keys: [spans], see `Rows.arrays`.
         """
-        size = self._chunks.size_of(spans.num_tokens)
-        assert size is not None
-        if self._whole.fits(size, spans, num_decodes, cudnn_keys[num_decodes:]):
+        size = self._whole.size_of(spans, num_decodes, cudnn_keys)
+        if size is not None:
             self._whole.run(size, spans, num_decodes, token_ids, context_lengths, sampled)
             return
+        size = self._chunks.size_of(spans.num_tokens)
+        assert size is not None
         num_tokens, last = spans.num_tokens, spans.ends_of(sampled)
         slots, positions, *chunks = Rows.arrays(spans, num_decodes, cudnn_keys)
         packed = self._inputs.packed(
@@ -220,6 +222,27 @@ class CapturedSteps:
         self._uploaded[:] = -2  # no slot: `decode` must upload its own
         self._buffers.inputs[:, : padded.shape[1]].copy_(upload(padded, self._device))
         return self._samples.run(len(slots), mode)
+
+    def _capture_decodes(self, size: int) -> None:
+        """Capture the step in which that many sequences decode, and how it ends."""
+        self._decodes.capture(size)
+        for mode in CAPTURED_MODES:
+            self._samples.capture(size, mode)
+
+    def _as_a_whole(self, token_s: float) -> list[int]:
+        """Numbers of tokens of which a step is captured whole, ascending."""
+        return [size for size in self._short(token_s) if size <= self._most_whole_tokens]
+
+    def _in_pieces(self, token_s: float) -> list[int]:
+        """Numbers of tokens of which a step is captured in pieces, ascending.
+
+        Shorter ones are captured whole, and the few of more chunks than fit in take the pieces of a
+        larger step.
+        """
+        short = self._short(token_s)
+        if not self._most_whole_tokens:
+            return short
+        return [size for size in short if size >= MIN_COUNT or size == short[-1]]
 
     def _short(self, token_s: float) -> list[int]:
         """Numbers of tokens of which a step is captured, ascending."""

@@ -2,9 +2,10 @@
 
 Launching the kernels of a step one by one takes longer than running them. Captured as a graph they
 are one launch. What is captured: steps in which each sequence decodes one token
-(`aquifer.engine.decode_graphs`), the parts of all other steps between attention
-(`aquifer.engine.chunk_graphs`), and logits and sampling (`aquifer.engine.sample_graphs`). All are
-captured before the model serves, so that no request waits for one.
+(`aquifer.engine.decode_graphs`), short steps that read prompts (`aquifer.engine.whole_graphs`), the
+parts of all other steps between attention (`aquifer.engine.chunk_graphs`), and logits and sampling
+(`aquifer.engine.sample_graphs`). All are captured before the model serves, so that no request waits
+for one.
 
 A graph knows addresses. So what one graph leaves for the next is in tensors that stay
 (`StepBuffers`), and everything else is found by slot on the device: a graph stays valid while

@@ -227,10 +227,11 @@ class Runner:
         uploads.send()
         if captured is None:
             return self._forward(step)
-        is_captured = captured.chunk_size(spans.num_tokens) is not None
+        cudnn_keys = self._round_prompts.keys(spans)
+        is_captured = captured.has_chunks(spans, step.num_single, cudnn_keys)
         if not is_captured or self._reports_prompt[spans.slots].any():
             return self._forward(step)
-        return self._run_chunks(captured, step)
+        return self._run_chunks(captured, step, cudnn_keys)
 
     def _run_decodes(self, captured: CapturedSteps, step: StepInput, uploads: Uploads) -> _Scores:
         """Run a step in which each span is one token, and all are sampled, as captured graphs."""
@@ -243,8 +244,10 @@ class Runner:
         captured.decode(slots, others, uploads)
         return _Scores(*captured.sample_decoded(len(slots), mode), extras)
 
-    def _run_chunks(self, captured: CapturedSteps, step: StepInput) -> _Scores:
-        """Run a step that reads prompts, as captured graphs with attention between them."""
+    def _run_chunks(
+        self, captured: CapturedSteps, step: StepInput, cudnn_keys: IntArray
+    ) -> _Scores:
+        """Run a step that reads prompts, as captured graphs."""
         spans, sampled = step.spans, step.sampled
         slots, positions = spans.rows()
         token_ids = step.token_ids.copy()
@@ -255,7 +258,7 @@ class Runner:
             token_ids,
             np.maximum(self._least_context[slots], positions + 1),
             sampled,
-            self._round_prompts.keys(spans),
+            cudnn_keys,
         )
         slots, ends = spans.slots[sampled], (spans.starts + spans.counts)[sampled]
         extras, others, mode = self._split(slots, ends)

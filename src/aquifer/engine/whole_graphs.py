@@ -176,10 +176,23 @@ class WholeGraphs:
         self._flat: torch.Tensor | None = None
         self._captured: dict[int, tuple[StepLayout, torch.cuda.CUDAGraph]] = {}
 
-    def fits(self, size: int, spans: Spans, num_decodes: int, cudnn_keys: IntArray) -> bool:
-        """Whether `run` can run a step of the captured number of tokens `size`."""
-        num_chunks = len(spans.slots) - num_decodes
-        return size in self._captured and num_chunks <= MOST_CHUNKS and not cudnn_keys.any()
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The captured numbers of tokens, ascending."""
+        return tuple(sorted(self._captured))
+
+    def size_of(self, spans: Spans, num_decodes: int, cudnn_keys: IntArray) -> int | None:
+        """The least captured number of tokens that a step fits in; None if it does not fit.
+
+        Args:
+            spans: this and the others as in `CapturedSteps.run_chunks`.
+            num_decodes: likewise.
+            cudnn_keys: likewise.
+        """
+        if len(spans.slots) - num_decodes > MOST_CHUNKS or cudnn_keys.any():
+            return None
+        num_tokens = spans.num_tokens
+        return min((size for size in self._captured if size >= num_tokens), default=None)
 
     def run(
         self,
@@ -190,10 +203,10 @@ class WholeGraphs:
         context_lengths: IntArray,
         sampled: IntArray,
     ) -> None:
-        """Run a step, up to the hidden states. Pre-condition: `fits`.
+        """Run a step, up to the hidden states.
 
         Args:
-            size: a captured number of tokens, at least those of the step.
+            size: `size_of` the step.
             spans: this and the others as in `CapturedSteps.run_chunks`.
             num_decodes: likewise.
             token_ids: likewise.
