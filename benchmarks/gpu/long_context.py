@@ -317,7 +317,7 @@ def calls(kv: KV) -> Figures:
 def chunks(kv: KV) -> Figures:
     """Chunks as the engine computes them, and in our own kernel alone."""
     found = []
-    config = default_prefill_config(HEAD_DIM, HEAD_DIM, kv.dtype)
+    config = default_prefill_config(HEAD_DIM, HEAD_DIM, kv.dtype, paged=False)
     for start, count in kv.sizes.chunks:
         query = kv.queries(count)
         out = torch.empty_like(query)

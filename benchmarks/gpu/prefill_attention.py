@@ -61,6 +61,10 @@ CONFIGS = (
     Config(64, 32, 4, 3),
 )
 
+CONTIGUOUS, PAGED = (
+    default_config(HEAD_DIM, HEAD_DIM, DTYPE, paged=paged) for paged in (False, True)
+)
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -87,6 +91,8 @@ def make_shapes(num_heads: int, num_kv_heads: int) -> list[Shape]:
         "1x32768": ((0, 32768),),
         "2048 after 6144": ((6144, 2048),),
         "512 after 15872": ((15872, 512),),
+        "500 after 6000": ((6000, 500),),
+        "7x500 after 6000": ((6000, 500),) * 7,
     }
     return [Shape(name, some, num_heads, num_kv_heads) for name, some in chunks.items()]
 
@@ -284,10 +290,9 @@ def measure_ragged(repeats: int) -> list[dict[str, Any]]:
     results = []
     for heads in HEADS:
         batch = Batch(ragged_shape(*heads))
-        config = default_config(HEAD_DIM, HEAD_DIM, DTYPE)
         ways: dict[str, Callable[[int], None]] = {
-            "triton": partial(batch.triton, config),
-            "triton paged": partial(batch.triton_paged, config),
+            "triton": partial(batch.triton, CONTIGUOUS),
+            "triton paged": partial(batch.triton_paged, PAGED),
             "cuDNN one by one": batch.cudnn_one_by_one,
             "as the engine does": batch.ours,
         }
@@ -351,11 +356,10 @@ def main() -> None:
         for heads in HEADS:
             for shape in make_shapes(*heads):
                 batch = Batch(shape)
-                config = default_config(HEAD_DIM, HEAD_DIM, DTYPE)
                 ways: dict[str, Callable[[int], None]] = {
                     "cuDNN": batch.ours,
-                    "triton": partial(batch.triton, config),
-                    "triton paged": partial(batch.triton_paged, config),
+                    "triton": partial(batch.triton, CONTIGUOUS),
+                    "triton paged": partial(batch.triton_paged, PAGED),
                     "FlashAttention-2": batch.flash,
                 }
                 for way, run in ways.items():
@@ -370,7 +374,7 @@ def main() -> None:
             "triton": triton.__version__,
             "cudnn": torch.backends.cudnn.version(),
             "seed": 0,
-            "default_config": asdict(default_config(HEAD_DIM, HEAD_DIM, DTYPE)),
+            "default_configs": {"contiguous": asdict(CONTIGUOUS), "paged": asdict(PAGED)},
             "results": results,
             "cudnn_first_calls": first_calls,
             "sweep": swept,

@@ -331,4 +331,5 @@ def test_default_config_on_models(device, block_size, shape):
         )
         options = {"scale": head_dim**-0.5}
         check(case, **options)
-        check(case, default_config(head_dim, head_dim, dtype), **options, window_tokens=300)
+        config = default_config(head_dim, head_dim, dtype, paged=block_size is not None)
+        check(case, config, **options, window_tokens=300)

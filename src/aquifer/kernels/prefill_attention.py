@@ -171,13 +171,14 @@ class Config:
     num_stages: int
 
 
-def default_config(key_dim: int, value_dim: int, dtype: torch.dtype) -> Config:
+def default_config(key_dim: int, value_dim: int, dtype: torch.dtype, *, paged: bool) -> Config:
     """Choose a config by shape.
 
     Args:
         key_dim: elements of a head's key.
         value_dim: elements of a head's value.
         dtype: dtype of queries, keys and values.
+        paged: whether KV is found through block tables.
     """
     dim = pow2(max(key_dim, value_dim), MIN_DOT)
     # The largest tiles without register spills on Hopper, or nearly without.
@@ -188,7 +189,11 @@ def default_config(key_dim: int, value_dim: int, dtype: torch.dtype) -> Config:
             return Config(block_rows=16, block_keys=16, num_warps=4, num_stages=2)
         return Config(block_rows=16, block_keys=16, num_warps=8, num_stages=1)
     if dim <= 128:
-        return Config(block_rows=128, block_keys=64, num_warps=8, num_stages=3)
+        # Half the rows read keys twice as often, from the L2 cache, but fill the device with half
+        # the queries. By measurement: for heads of 128, 5 to 25 % faster, and through tables up to
+        # 5 % slower; for heads of 64, 5 to 8 % slower, and through tables 20 to 30 % faster.
+        rows, warps = (64, 4) if paged == (dim <= 64) else (128, 8)
+        return Config(block_rows=rows, block_keys=64, num_warps=warps, num_stages=3)
     if dim <= 256:
         # The sums take fewer registers where only keys are that long, as in latent attention.
         block_keys = 64 if value_dim <= 128 else 32
@@ -309,7 +314,7 @@ def prefill_attention(
     if takes_cudnn:
         row_lse = query.new_empty(query.shape[1], len(query), dtype=torch.float32)
     if not takes_cudnn or not all(call.is_whole for call in calls):
-        config = default_config(query.shape[2], out.shape[2], query.dtype)
+        config = default_config(query.shape[2], out.shape[2], query.dtype, paged=tables is not None)
         assert all(call.is_whole or call.keys % config.block_keys == 0 for call in calls)
         run_triton(
             query,
@@ -359,7 +364,7 @@ def prefill_attention_fixed(
         tables,
         spans,
         out,
-        config=default_config(query.shape[2], out.shape[2], query.dtype),
+        config=default_config(query.shape[2], out.shape[2], query.dtype, paged=tables is not None),
         scale=scale,
         window_tokens=window_tokens,
         softcap=softcap,
