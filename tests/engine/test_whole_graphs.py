@@ -29,9 +29,9 @@ def spans_of(chunks: list[tuple[int, int, int]]) -> Spans:
 
 def packed(layout: StepLayout, spans: Spans, num_decodes: int, sampled: list[int]) -> torch.Tensor:
     tokens = np.arange(spans.num_tokens)
-    vector = layout.pack(
-        spans, num_decodes, 100 + tokens, 200 + tokens, np.array(sampled, np.int64)
-    )
+    rows = np.array(sampled, np.int64)
+    sampling = np.stack((rows + 1, rows + 2, rows + 3))
+    vector = layout.pack(spans, num_decodes, 100 + tokens, 200 + tokens, rows, sampling)
     return torch.from_numpy(vector)
 
 
@@ -51,6 +51,7 @@ def test_inputs_lie_where_a_step_reads_them():
     assert inputs.chunk_slots.tolist() == [7, 2, *[0] * (MOST_CHUNKS - 2)]
     assert inputs.chunk_starts.tolist() == [0, 50, *[0] * (MOST_CHUNKS - 2)]
     assert inputs.chunk_offsets.tolist() == [2, 6, 9, *[0] * (MOST_CHUNKS - 2)]
+    assert inputs.sampling.view(3, -1).tolist() == [[1, 2, 4, -1], [2, 3, 5, -1], [3, 4, 6, -1]]
     work = works[TILING]
     assert work.programs.tolist()[:5] == [[1, 0, 0, 3], [1, 0, 1, 3], [1, 0, 2, 3], [0, 0, 0, 1],
                                           [NOTHING] * 4]  # fmt: skip
@@ -61,7 +62,9 @@ def test_a_step_without_tokens_is_padding():
     layout = StepLayout(16, 8, (TILING,))
     inputs, works = layout.split(torch.from_numpy(layout.padding()))
     assert (inputs.slots == -1).all()
-    assert not any(part.any() for part in inputs._replace(slots=inputs.positions))
+    assert (inputs.sampling == -1).all()
+    zeros = inputs._replace(slots=inputs.positions, sampling=inputs.positions)
+    assert not any(part.any() for part in zeros)
     assert (works[TILING].programs == NOTHING).all()
     assert (works[TILING].merges == NOTHING).all()
 

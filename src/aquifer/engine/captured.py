@@ -158,9 +158,10 @@ class CapturedSteps:
         token_ids: IntArray,
         context_lengths: IntArray,
         sampled: IntArray,
+        sampling: IntArray,
         cudnn_keys: IntArray,
     ) -> None:
-        """Run any step, up to the hidden states. Pre-condition: `has_chunks`.
+        """Run any step, up to the hidden states; `sample` goes on. Pre-condition: `has_chunks`.
 
         Args:
             spans: its tokens.
@@ -168,11 +169,14 @@ class CapturedSteps:
             token_ids: [tokens]; -1 for the last token that the device sampled for the sequence.
             context_lengths: [tokens], see `ModelInput`.
             sampled: [n], spans of which the last token's hidden state is wanted.
+            sampling: [3, n], of these: slots; the same, but -1 for rows that `sample` leaves alone;
+                and tokens that each row's sequence has.
             cudnn_keys: [spans], see `Rows.arrays`.
         """
+        self._uploaded[:] = -2  # no slot: `decode` must upload its own
         size = self._whole.size_of(spans, num_decodes, cudnn_keys)
         if size is not None:
-            self._whole.run(size, spans, num_decodes, token_ids, context_lengths, sampled)
+            self._whole.run(size, spans, num_decodes, token_ids, context_lengths, sampled, sampling)
             return
         size = self._chunks.size_of(spans.num_tokens)
         assert size is not None
@@ -190,38 +194,24 @@ class CapturedSteps:
         tensors = inputs.chunks[: sum(lengths)].split(lengths)
         own = inputs.slots[:num_tokens], inputs.positions[:num_tokens], *tensors
         num_last = len(sampled)
+        padded = np.full((3, padded_size(max(num_last, 1))), -1, np.int64)
+        padded[:, :num_last] = sampling
+        self._buffers.inputs[:, : padded.shape[1]].copy_(upload(padded, self._device))
         self._chunks.run(
             size,
             self._view(Rows.over(spans, num_decodes, own, chunks[-1])),
             self._view(Rows.single(inputs.last_slots[:num_last], inputs.last_positions[:num_last])),
         )
 
-    def sample_decoded(self, num_rows: int, mode: SamplingMode) -> Sampled:
-        """Sample the rows of `decode`; see `SampleGraphs.run`."""
-        return self._samples.run(num_rows, mode)
-
-    def sample_chunks(
-        self,
-        slots: IntArray,
-        sampled_slots: IntArray,
-        num_tokens: IntArray,
-        mode: SamplingMode,
-    ) -> Sampled:
-        """Sample the rows that `run_chunks` was to hand on; see `SampleGraphs.run`.
+    def sample(self, num_rows: int, mode: SamplingMode) -> Sampled:
+        """Sample the rows of `decode`, or those that `run_chunks` was to hand on; see
+        `SampleGraphs.run`.
 
         Args:
-            slots: [n].
-            sampled_slots: [n], the same but -1 for rows that are left alone.
-            num_tokens: [n], tokens that each row's sequence has.
+            num_rows: at least one.
             mode: at least what any of the sampled rows needs.
         """
-        padded = np.full((3, padded_size(len(slots))), -1, np.int64)
-        padded[0, : len(slots)] = slots
-        padded[1, : len(slots)] = sampled_slots
-        padded[2, : len(slots)] = num_tokens
-        self._uploaded[:] = -2  # no slot: `decode` must upload its own
-        self._buffers.inputs[:, : padded.shape[1]].copy_(upload(padded, self._device))
-        return self._samples.run(len(slots), mode)
+        return self._samples.run(num_rows, mode)
 
     def _capture_decodes(self, size: int) -> None:
         """Capture the step in which that many sequences decode, and how it ends."""

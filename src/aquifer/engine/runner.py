@@ -242,7 +242,7 @@ class Runner:
             uploads.add(inputs, self._columns.write_inputs)
         extras, others, mode = self._split(slots, ends)
         captured.decode(slots, others, uploads)
-        return _Scores(*captured.sample_decoded(len(slots), mode), extras)
+        return _Scores(*captured.sample(len(slots), mode), extras)
 
     def _run_chunks(
         self, captured: CapturedSteps, step: StepInput, cudnn_keys: IntArray
@@ -252,19 +252,20 @@ class Runner:
         slots, positions = spans.rows()
         token_ids = step.token_ids.copy()
         token_ids[: step.num_decodes] = -1  # the host may not know these tokens yet
+        last_slots, ends = spans.slots[sampled], (spans.starts + spans.counts)[sampled]
+        extras, others, mode = self._split(last_slots, ends)
         captured.run_chunks(
             spans,
             step.num_single,
             token_ids,
             np.maximum(self._least_context[slots], positions + 1),
             sampled,
+            np.stack((last_slots, others, ends)),
             cudnn_keys,
         )
-        slots, ends = spans.slots[sampled], (spans.starts + spans.counts)[sampled]
-        extras, others, mode = self._split(slots, ends)
-        if not len(slots):
+        if not len(sampled):
             return _Scores(None, self._buffers.token_ids[:0], None, extras)
-        return _Scores(*captured.sample_chunks(slots, others, ends, mode), extras)
+        return _Scores(*captured.sample(len(sampled), mode), extras)
 
     def _steps_of(self, model: Model) -> Steps:
         """The steps that are captured, by this model."""

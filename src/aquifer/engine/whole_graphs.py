@@ -21,7 +21,7 @@ import torch
 from aquifer.cache.spans import IntArray, Rows, Spans
 from aquifer.cache.view import LaunchView
 from aquifer.engine.chunk_graphs import NARROWED, Forward
-from aquifer.engine.graphs import StepBuffers
+from aquifer.engine.graphs import StepBuffers, padded_size
 from aquifer.kernels.capture import GraphPool
 from aquifer.kernels.prefill_work import NOTHING, PROGRAM_COLUMNS, Tiling, Work, plan_work
 from aquifer.memory.transfer import upload_into
@@ -61,6 +61,7 @@ class _Inputs(NamedTuple):
     chunk_slots: torch.Tensor  # [MOST_CHUNKS]; this and the next two as in `PrefillSpans`
     chunk_starts: torch.Tensor  # [MOST_CHUNKS]
     chunk_offsets: torch.Tensor  # [MOST_CHUNKS + 1]
+    sampling: torch.Tensor  # [3 * padded rows], see `CapturedSteps.run_chunks`; -1 for padding
 
 
 class StepLayout:
@@ -68,7 +69,7 @@ class StepLayout:
 
     Args:
         size: tokens.
-        max_rows: hidden states that it hands on, and rows that decode, at most.
+        max_rows: hidden states that it hands on, and rows that decode, at most; a padded size.
         tilings: of its launches of attention to chunks.
     """
 
@@ -78,7 +79,9 @@ class StepLayout:
         self._shapes = [
             (tiling.most_programs(size, MOST_CHUNKS), tiling.most_merges) for tiling in tilings
         ]
+        self._sampling_rows = min(padded_size(self.num_rows), max_rows)
         self._widths = [size] * 4 + [self.num_rows] * 5 + [MOST_CHUNKS] * 2 + [MOST_CHUNKS + 1]
+        self._widths.append(3 * self._sampling_rows)
         for num_programs, num_merges in self._shapes:
             self._widths += [num_programs * PROGRAM_COLUMNS, num_merges]
 
@@ -104,11 +107,14 @@ class StepLayout:
         token_ids: IntArray,
         context_lengths: IntArray,
         sampled: IntArray,
+        sampling: IntArray,
     ) -> IntArray:
         """The vector for a step; see `WholeGraphs.run`."""
         last, chunks = spans.ends_of(sampled), slice(num_decodes, None)
         starts, counts = spans.starts[chunks], spans.counts[chunks]
         slots, positions = spans.rows()
+        padded = np.full((3, self._sampling_rows), NOTHING)
+        padded[:, : len(sampled)] = sampling
         values: list[IntArray] = [
             token_ids,
             positions,
@@ -122,6 +128,7 @@ class StepLayout:
             spans.slots[chunks],
             starts,
             spans.offsets[chunks],
+            padded.ravel(),
         ]
         none_for_cudnn = np.zeros_like(starts)
         for tiling in self._tilings:
@@ -139,7 +146,8 @@ class StepLayout:
     def padding(self) -> IntArray:
         """The vector of a step without tokens."""
         nothing = np.zeros(0, np.int64)
-        return self.pack(Spans.make(nothing, nothing, nothing), 0, nothing, nothing, nothing)
+        spans = Spans.make(nothing, nothing, nothing)
+        return self.pack(spans, 0, nothing, nothing, nothing, np.zeros((3, 0), np.int64))
 
 
 _UNUSED_IS_NOTHING = (_Inputs._fields.index("slots"),)
@@ -152,7 +160,7 @@ class WholeGraphs:
         forward: the model.
         rehearsal: launches the same kernels, each at least once, and gives no results.
         view: makes the view of a step's KV.
-        buffers: where it leaves the hidden states of the rows to hand on.
+        buffers: where it leaves the hidden states of the rows to hand on, and inputs of sampling.
         pool: the graphs' memory.
         device: the device.
     """
@@ -202,6 +210,7 @@ class WholeGraphs:
         token_ids: IntArray,
         context_lengths: IntArray,
         sampled: IntArray,
+        sampling: IntArray,
     ) -> None:
         """Run a step, up to the hidden states.
 
@@ -212,10 +221,11 @@ class WholeGraphs:
             token_ids: likewise.
             context_lengths: likewise.
             sampled: likewise.
+            sampling: likewise.
         """
         assert self._flat is not None
         layout, graph = self._captured[size]
-        packed = layout.pack(spans, num_decodes, token_ids, context_lengths, sampled)
+        packed = layout.pack(spans, num_decodes, token_ids, context_lengths, sampled, sampling)
         upload_into(self._flat[: len(packed)], packed)
         graph.replay()
 
@@ -266,3 +276,5 @@ class WholeGraphs:
         self._buffers.hidden[: len(last_rows)].copy_(
             hidden[last_rows] if wanted is None else hidden
         )
+        sampling = inputs.sampling.view(3, -1)
+        self._buffers.inputs[:, : sampling.shape[1]].copy_(sampling)
