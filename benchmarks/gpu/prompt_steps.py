@@ -172,11 +172,7 @@ def main() -> None:
         MODELS / arguments.model, load_format="dummy", enable_prefix_caching=False, seed=SEED
     ) as llm:
         cases = [measure(llm, *case) for case in CASES]
-    gpu = torch.cuda.get_device_name()
-    save(
-        arguments.output,
-        {"benchmark": "prompt_steps", "model": arguments.model, "gpu": gpu, "cases": cases},
-    )
+    save(arguments.output, {"benchmark": "prompt_steps", "model": arguments.model, "cases": cases})
 
 
 if __name__ == "__main__":
