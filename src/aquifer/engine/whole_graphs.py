@@ -31,6 +31,8 @@ MOST_TOKENS = 1792
 """Steps with more tokens take the device longer than the host, in pieces too."""
 
 MOST_CHUNKS = 32
+"""Each may add a program without work for each group of heads. More prompts than that in so few
+tokens are rare."""
 
 
 class FixedSpans(NamedTuple):
@@ -64,6 +66,9 @@ class _Inputs(NamedTuple):
     sampling: torch.Tensor  # [3 * padded rows], see `CapturedSteps.run_chunks`; -1 for padding
 
 
+_SLOTS, _SAMPLING = map(_Inputs._fields.index, ("slots", "sampling"))
+
+
 class StepLayout:
     """Where the inputs of a captured step of some number of tokens are, within one vector.
 
@@ -76,14 +81,12 @@ class StepLayout:
     def __init__(self, size: int, max_rows: int, tilings: Sequence[Tiling]) -> None:
         self.num_rows = min(size, max_rows)
         self._tilings = tilings
-        self._shapes = [
-            (tiling.most_programs(size, MOST_CHUNKS), tiling.most_merges) for tiling in tilings
-        ]
         self._sampling_rows = min(padded_size(self.num_rows), max_rows)
         self._widths = [size] * 4 + [self.num_rows] * 5 + [MOST_CHUNKS] * 2 + [MOST_CHUNKS + 1]
         self._widths.append(3 * self._sampling_rows)
-        for num_programs, num_merges in self._shapes:
-            self._widths += [num_programs * PROGRAM_COLUMNS, num_merges]
+        for tiling in tilings:
+            num_programs = tiling.most_programs(size, MOST_CHUNKS)
+            self._widths += [num_programs * PROGRAM_COLUMNS, tiling.most_merges]
 
     @property
     def num_elements(self) -> int:
@@ -93,12 +96,12 @@ class StepLayout:
     def split(self, flat: torch.Tensor) -> tuple[_Inputs, dict[Tiling, Work]]:
         """The inputs within a vector that is at least as long."""
         parts = flat[: self.num_elements].split(self._widths)
-        own, lists = len(_Inputs._fields), iter(parts[len(_Inputs._fields) :])
+        lists = iter(parts[_SAMPLING + 1 :])
         works = {
             tiling: Work(next(lists).view(-1, PROGRAM_COLUMNS), next(lists), tiling.room)
             for tiling in self._tilings
         }
-        return _Inputs(*parts[:own]), works
+        return _Inputs(*parts[: _SAMPLING + 1]), works
 
     def pack(
         self,
@@ -138,7 +141,7 @@ class StepLayout:
         first = 0
         for place, (width, value) in enumerate(zip(self._widths, values, strict=True)):
             packed[first : first + len(value)] = value
-            if place in _UNUSED_IS_NOTHING or place >= len(_Inputs._fields):
+            if place == _SLOTS or place > _SAMPLING:
                 packed[first + len(value) : first + width] = NOTHING
             first += width
         return packed
@@ -148,9 +151,6 @@ class StepLayout:
         nothing = np.zeros(0, np.int64)
         spans = Spans.make(nothing, nothing, nothing)
         return self.pack(spans, 0, nothing, nothing, nothing, np.zeros((3, 0), np.int64))
-
-
-_UNUSED_IS_NOTHING = (_Inputs._fields.index("slots"),)
 
 
 class WholeGraphs:
