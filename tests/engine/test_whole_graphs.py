@@ -11,6 +11,7 @@ from tests.kernels.prefill_cases import Case, make_case
 from aquifer.cache.layout import KVLayout, LayerKV
 from aquifer.cache.spans import Rows, Spans
 from aquifer.cache.view import AttentionOptions, StepView, Workspaces
+from aquifer.engine.graphs import ChunkStep
 from aquifer.engine.whole_graphs import (
     MOST_CHUNKS,
     FixedSpans,
@@ -31,8 +32,9 @@ def packed(layout: StepLayout, spans: Spans, num_decodes: int, sampled: list[int
     tokens = np.arange(spans.num_tokens)
     rows = np.array(sampled, np.int64)
     sampling = np.stack((rows + 1, rows + 2, rows + 3))
-    vector = layout.pack(spans, num_decodes, 100 + tokens, 200 + tokens, rows, sampling)
-    return torch.from_numpy(vector)
+    none_for_cudnn = np.zeros_like(spans.slots)
+    step = ChunkStep(spans, num_decodes, 100 + tokens, 200 + tokens, rows, sampling, none_for_cudnn)
+    return torch.from_numpy(layout.pack(step))
 
 
 def test_inputs_lie_where_a_step_reads_them():

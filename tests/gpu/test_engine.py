@@ -22,6 +22,7 @@ from tests.architectures import HYBRIDS, OUR_DECODER, TRANSFORMERS, save_tiny
 
 from aquifer.cache import KV_CACHES
 from aquifer.engine.chunk_graphs import ChunkGraphs
+from aquifer.engine.graphs import ChunkStep
 from aquifer.engine.outputs import RequestOutput, TokenOutput
 from aquifer.engine.params import Request, SamplingParams
 from aquifer.engine.whole_graphs import WholeGraphs
@@ -348,9 +349,9 @@ def test_short_prompts_are_read_in_one_graph(
     whole, pieces = [], []
     run, run_pieces = WholeGraphs.run, ChunkGraphs.run
 
-    def noted(self: WholeGraphs, size: int, spans: Any, num_decodes: int, *rest: Any) -> None:
-        whole.append((num_decodes, spans.starts[num_decodes:].tolist()))
-        run(self, size, spans, num_decodes, *rest)
+    def noted(self: WholeGraphs, size: int, step: ChunkStep) -> None:
+        whole.append((step.num_decodes, step.spans.starts[step.num_decodes :].tolist()))
+        run(self, size, step)
 
     def noted_pieces(self: ChunkGraphs, *arguments: Any) -> None:
         pieces.append(arguments[0])

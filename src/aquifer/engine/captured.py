@@ -15,7 +15,7 @@ from aquifer.cache.view import LaunchView
 from aquifer.engine import chunk_graphs, decode_graphs, sample_graphs
 from aquifer.engine.chunk_graphs import ChunkGraphs, ChunkInputs, chunk_sizes
 from aquifer.engine.decode_graphs import DecodeGraphs
-from aquifer.engine.graphs import StepBuffers, padded_size, padded_sizes
+from aquifer.engine.graphs import ChunkStep, StepBuffers, padded_size, padded_sizes
 from aquifer.engine.reports import OnStage
 from aquifer.engine.sample_graphs import CAPTURED_MODES, Sampled, SampleGraphs
 from aquifer.engine.sampler import SamplingMode
@@ -119,13 +119,17 @@ class CapturedSteps:
             on_stage("steps", num_done, len(captures))
         self._buffers.restart_reports()
 
+    def keep_fast(self, seconds_of: Callable[[Callable[[], None]], float]) -> None:
+        """Drop captured steps that a larger one does better; see `WholeGraphs.keep_fast`."""
+        self._whole.keep_fast(seconds_of)
+
     @property
     def chunk_sizes(self) -> tuple[int, ...]:
         """Numbers of tokens for which steps that read prompts are captured, ascending."""
         return tuple(sorted({*self._chunks.sizes, *self._whole.sizes}))
 
     def has_chunks(self, spans: Spans, num_decodes: int, cudnn_keys: IntArray) -> bool:
-        """Whether a step that reads prompts is captured; see `run_chunks`."""
+        """Whether a step that reads prompts is captured; see `ChunkStep`."""
         return (
             self._whole.size_of(spans, num_decodes, cudnn_keys) is not None
             or self._chunks.size_of(spans.num_tokens) is not None
@@ -151,40 +155,24 @@ class CapturedSteps:
         self._uploaded[:, :size] = padded  # only now: the upload may fail
         self._decodes.run(size)
 
-    def run_chunks(
-        self,
-        spans: Spans,
-        num_decodes: int,
-        token_ids: IntArray,
-        context_lengths: IntArray,
-        sampled: IntArray,
-        sampling: IntArray,
-        cudnn_keys: IntArray,
-    ) -> None:
-        """Run any step, up to the hidden states; `sample` goes on. Pre-condition: `has_chunks`.
+    def run_chunks(self, step: ChunkStep) -> None:
+        """Run a step that reads prompts, up to the hidden states; `sample` goes on.
 
-        Args:
-            spans: its tokens.
-            num_decodes: number of spans, from the first, that are one token each.
-            token_ids: [tokens]; -1 for the last token that the device sampled for the sequence.
-            context_lengths: [tokens], see `ModelInput`.
-            sampled: [n], spans of which the last token's hidden state is wanted.
-            sampling: [3, n], of these: slots; the same, but -1 for rows that `sample` leaves alone;
-                and tokens that each row's sequence has.
-            cudnn_keys: [spans], see `Rows.arrays`.
+        Pre-condition: `has_chunks`.
         """
+        spans, num_decodes, sampled = step.spans, step.num_decodes, step.sampled
         self._uploaded[:] = -2  # no slot: `decode` must upload its own
-        size = self._whole.size_of(spans, num_decodes, cudnn_keys)
+        size = self._whole.size_of(spans, num_decodes, step.cudnn_keys)
         if size is not None:
-            self._whole.run(size, spans, num_decodes, token_ids, context_lengths, sampled, sampling)
+            self._whole.run(size, step)
             return
         size = self._chunks.size_of(spans.num_tokens)
         assert size is not None
         num_tokens, last = spans.num_tokens, spans.ends_of(sampled)
-        slots, positions, *chunks = Rows.arrays(spans, num_decodes, cudnn_keys)
+        slots, positions, *chunks = Rows.arrays(spans, num_decodes, step.cudnn_keys)
         packed = self._inputs.packed(
             size,
-            (token_ids, positions, slots, context_lengths),
+            (step.token_ids, positions, slots, step.context_lengths),
             (spans.offsets[1:][sampled] - 1, last.slots, last.starts),
             chunks,
         )
@@ -195,7 +183,7 @@ class CapturedSteps:
         own = inputs.slots[:num_tokens], inputs.positions[:num_tokens], *tensors
         num_last = len(sampled)
         padded = np.full((3, padded_size(max(num_last, 1))), -1, np.int64)
-        padded[:, :num_last] = sampling
+        padded[:, :num_last] = step.sampling
         self._buffers.inputs[:, : padded.shape[1]].copy_(upload(padded, self._device))
         self._chunks.run(
             size,

@@ -15,8 +15,11 @@ slot -1; they read and write no cache.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
+from aquifer.cache.spans import IntArray, Spans
 from aquifer.memory.driver.dlpack import tensor_over
 
 _REPORTS = 8
@@ -34,6 +37,21 @@ def padded_size(num_seqs: int) -> int:
 def padded_sizes(max_seqs: int) -> list[int]:
     """All values of `padded_size` for up to `max_seqs` sequences, ascending."""
     return sorted({padded_size(num_seqs) for num_seqs in range(1, max_seqs + 1)})
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkStep:
+    """A step that reads prompts, as the host hands it to a captured one."""
+
+    spans: Spans  # its tokens
+    num_decodes: int  # spans, from the first, that are one token each
+    token_ids: IntArray  # [tokens]; -1 for the token that the device sampled last in a sequence
+    context_lengths: IntArray  # [tokens], see `ModelInput`
+    sampled: IntArray  # [n], spans of which the last token's hidden state is wanted
+    # [3, n], of these: slots; the same, but -1 for rows that sampling leaves alone; and tokens that
+    # each row's sequence has.
+    sampling: IntArray
+    cudnn_keys: IntArray  # [spans], see `Rows.arrays`
 
 
 class StepBuffers:

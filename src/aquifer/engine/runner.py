@@ -18,7 +18,7 @@ from aquifer.cache.spans import IntArray, Rows
 from aquifer.cache.view import KVSource, KVView
 from aquifer.engine.captured import CapturedSteps, Steps
 from aquifer.engine.choosing import TokenChoice
-from aquifer.engine.graphs import StepBuffers
+from aquifer.engine.graphs import ChunkStep, StepBuffers
 from aquifer.engine.in_flight import Entries, InFlight
 from aquifer.engine.reports import OnStage
 from aquifer.engine.round_prompts import RoundPrompts
@@ -171,6 +171,7 @@ class Runner:
                 rehearsed.result()
             if self._model.is_capturable:
                 captured.capture(token_s, on_stage)
+                captured.keep_fast(lambda work: self._agreed(warm_up.seconds_of(work)))
                 self._captured = captured
         else:
             warm_up.plan_round_prompts(num_slots)
@@ -255,13 +256,15 @@ class Runner:
         last_slots, ends = spans.slots[sampled], (spans.starts + spans.counts)[sampled]
         extras, others, mode = self._split(last_slots, ends)
         captured.run_chunks(
-            spans,
-            step.num_single,
-            token_ids,
-            np.maximum(self._least_context[slots], positions + 1),
-            sampled,
-            np.stack((last_slots, others, ends)),
-            cudnn_keys,
+            ChunkStep(
+                spans,
+                step.num_single,
+                token_ids,
+                context_lengths=np.maximum(self._least_context[slots], positions + 1),
+                sampled=sampled,
+                sampling=np.stack((last_slots, others, ends)),
+                cudnn_keys=cudnn_keys,
+            )
         )
         if not len(sampled):
             return _Scores(None, self._buffers.token_ids[:0], None, extras)

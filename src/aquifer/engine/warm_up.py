@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -193,6 +195,17 @@ class WarmUp:
             self.round_prompts = RoundPrompts(0, 0)
         for spans in steps:
             self._attend(spans, self.round_prompts.keys(spans))
+
+    def seconds_of(self, work: Callable[[], None]) -> float:
+        """Seconds from the launch of some work to its end: the shorter one of two runs."""
+        seconds = math.inf
+        for _ in range(2):
+            self._wait()
+            begun_s = time.perf_counter()
+            work()
+            self._wait()
+            seconds = min(seconds, time.perf_counter() - begun_s)
+        return seconds
 
     def _run_padding(self, model: Model) -> float:
         """Run the largest step, and sample in every way; seconds of the former."""

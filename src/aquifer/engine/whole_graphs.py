@@ -12,6 +12,7 @@ nothing for cuDNN. Recurrences are not in it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ import torch
 from aquifer.cache.spans import IntArray, Rows, Spans
 from aquifer.cache.view import LaunchView
 from aquifer.engine.chunk_graphs import NARROWED, Forward
-from aquifer.engine.graphs import StepBuffers, padded_size
+from aquifer.engine.graphs import ChunkStep, StepBuffers, padded_size
 from aquifer.kernels.capture import GraphPool
 from aquifer.kernels.prefill_work import NOTHING, PROGRAM_COLUMNS, Tiling, Work, plan_work
 from aquifer.memory.transfer import upload_into
@@ -29,6 +30,9 @@ from aquifer.models import Wanted
 
 MOST_TOKENS = 1792
 """Steps with more tokens take the device longer than the host, in pieces too."""
+
+_SLOWER = 1.03
+"""A graph is dropped if it takes this many times as long as one of more tokens."""
 
 MOST_CHUNKS = 32
 """Each may add a program without work for each group of heads. More prompts than that in so few
@@ -63,7 +67,7 @@ class _Inputs(NamedTuple):
     chunk_slots: torch.Tensor  # [MOST_CHUNKS]; this and the next two as in `PrefillSpans`
     chunk_starts: torch.Tensor  # [MOST_CHUNKS]
     chunk_offsets: torch.Tensor  # [MOST_CHUNKS + 1]
-    sampling: torch.Tensor  # [3 * padded rows], see `CapturedSteps.run_chunks`; -1 for padding
+    sampling: torch.Tensor  # [3 * padded rows], see `ChunkStep`; -1 for padding
 
 
 _SLOTS, _SAMPLING = map(_Inputs._fields.index, ("slots", "sampling"))
@@ -103,26 +107,19 @@ class StepLayout:
         }
         return _Inputs(*parts[: _SAMPLING + 1]), works
 
-    def pack(
-        self,
-        spans: Spans,
-        num_decodes: int,
-        token_ids: IntArray,
-        context_lengths: IntArray,
-        sampled: IntArray,
-        sampling: IntArray,
-    ) -> IntArray:
-        """The vector for a step; see `WholeGraphs.run`."""
+    def pack(self, step: ChunkStep) -> IntArray:
+        """The vector for a step."""
+        spans, num_decodes, sampled = step.spans, step.num_decodes, step.sampled
         last, chunks = spans.ends_of(sampled), slice(num_decodes, None)
         starts, counts = spans.starts[chunks], spans.counts[chunks]
         slots, positions = spans.rows()
         padded = np.full((3, self._sampling_rows), NOTHING)
-        padded[:, : len(sampled)] = sampling
+        padded[:, : len(sampled)] = step.sampling
         values: list[IntArray] = [
-            token_ids,
+            step.token_ids,
             positions,
             slots,
-            context_lengths,
+            step.context_lengths,
             spans.offsets[1:][sampled] - 1,
             last.slots,
             last.starts,
@@ -148,9 +145,10 @@ class StepLayout:
 
     def padding(self) -> IntArray:
         """The vector of a step without tokens."""
-        nothing = np.zeros(0, np.int64)
-        spans = Spans.make(nothing, nothing, nothing)
-        return self.pack(spans, 0, nothing, nothing, nothing, np.zeros((3, 0), np.int64))
+        none = np.zeros(0, np.int64)
+        spans = Spans.make(none, none, none)
+        sampling = np.zeros((3, 0), np.int64)
+        return self.pack(ChunkStep(spans, 0, none, none, none, sampling, none))
 
 
 class WholeGraphs:
@@ -193,7 +191,7 @@ class WholeGraphs:
         """The least captured number of tokens that a step fits in; None if it does not fit.
 
         Args:
-            spans: this and the others as in `CapturedSteps.run_chunks`.
+            spans: this and the others as in `ChunkStep`.
             num_decodes: likewise.
             cudnn_keys: likewise.
         """
@@ -202,30 +200,11 @@ class WholeGraphs:
         num_tokens = spans.num_tokens
         return min((size for size in self._captured if size >= num_tokens), default=None)
 
-    def run(
-        self,
-        size: int,
-        spans: Spans,
-        num_decodes: int,
-        token_ids: IntArray,
-        context_lengths: IntArray,
-        sampled: IntArray,
-        sampling: IntArray,
-    ) -> None:
-        """Run a step, up to the hidden states.
-
-        Args:
-            size: `size_of` the step.
-            spans: this and the others as in `CapturedSteps.run_chunks`.
-            num_decodes: likewise.
-            token_ids: likewise.
-            context_lengths: likewise.
-            sampled: likewise.
-            sampling: likewise.
-        """
+    def run(self, size: int, step: ChunkStep) -> None:
+        """Run a step, up to the hidden states; `size` is `size_of` it."""
         assert self._flat is not None
         layout, graph = self._captured[size]
-        packed = layout.pack(spans, num_decodes, token_ids, context_lengths, sampled, sampling)
+        packed = layout.pack(step)
         upload_into(self._flat[: len(packed)], packed)
         graph.replay()
 
@@ -255,6 +234,27 @@ class WholeGraphs:
             lambda: self._launch(size, self._forward, inputs, works.__getitem__)
         )
         self._captured[size] = layout, graph
+
+    def keep_fast(self, seconds_of: Callable[[Callable[[], None]], float]) -> None:
+        """Drop the graphs that take longer than one of more tokens, which then takes their steps.
+
+        cuBLAS has slow kernels for some numbers of rows: with 448 tokens, a step of Llama-3-8B took
+        a quarter longer than with 512 (benchmarks/gpu). Each graph runs once before the model
+        serves, too.
+
+        Args:
+            seconds_of: runs something, and tells how long it takes.
+        """
+        least_s = math.inf  # of those with more tokens
+        for size in reversed(self.sizes):
+            assert self._flat is not None
+            layout, graph = self._captured[size]
+            padding = layout.padding()
+            self._flat[: len(padding)].copy_(torch.from_numpy(padding))
+            seconds = seconds_of(graph.replay)
+            if seconds > _SLOWER * least_s:
+                del self._captured[size]
+            least_s = min(least_s, seconds)
 
     def _launch(
         self, size: int, forward: Forward, inputs: _Inputs, works: Callable[[Tiling], Work]
