@@ -25,6 +25,8 @@ from aquifer.engine.runner import Runner
 from aquifer.engine.whole_graphs import WholeGraphs
 from aquifer.llm import LLM
 
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # in the interpreter
+
 MAX_SEQS, MAX_TOKENS = 4, 40
 
 
