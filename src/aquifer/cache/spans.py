@@ -68,8 +68,9 @@ class Rows:
     # of their sequence.
     decode_lengths: torch.Tensor
     chunks: PrefillSpans | None  # all other rows: several tokens of a sequence each
-    # The same of a step that is captured whole, of which the host knows nothing. The first rows
-    # may then be of chunks though they could decode: their `decode_lengths` are 0.
+    # The same of a step that is captured whole, for which `chunks` is None: which rows are of
+    # chunks is known on the device alone. So `decode_lengths` has as many rows as may decode, and 0
+    # for those that are of chunks.
     fixed_chunks: DeviceSpans | None = None
 
     @classmethod

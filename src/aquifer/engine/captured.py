@@ -126,7 +126,9 @@ class CapturedSteps:
     @property
     def chunk_sizes(self) -> tuple[int, ...]:
         """Numbers of tokens for which steps that read prompts are captured, ascending."""
-        return tuple(sorted({*self._chunks.sizes, *self._whole.sizes}))
+        whole = self._whole.sizes
+        largest = max(whole, default=0)
+        return *whole, *(size for size in self._chunks.sizes if size > largest)
 
     def has_chunks(self, spans: Spans, num_decodes: int, cudnn_keys: IntArray) -> bool:
         """Whether a step that reads prompts is captured; see `ChunkStep`."""
