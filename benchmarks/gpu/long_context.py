@@ -3,19 +3,16 @@
 Shapes are those of Llama-3-8B: 32 query heads over 8 KV heads of 128, bfloat16, token-major KV of
 32 layers. Calls alternate over the layers.
 
-    python benchmarks/gpu/long_context.py --output FOLDER [--parts check,calls,chunks,decode]
+    python benchmarks/gpu/long_context.py --output FOLDER [--parts check,chunks,decode]
 
 Each part runs in a process of its own and writes FOLDER/PART.json. A part that fails prints its
 traceback, and the others go on.
 
 - check: all paths against the reference in float32 (with `--device cpu`, in float64).
-- calls: TFLOP/s and time to plan of each shape of a call of cuDNN; time of a merge.
-- chunks: TFLOP/s of chunks after prefixes as the engine computes them, and in our kernel alone;
+- chunks: TFLOP/s of chunks after prefixes as the engine computes them, and in our kernel in Triton;
   from these, the attention of one prompt of 131 000 tokens.
 - decode: configs of decode attention for one to four rows, in percent of the copy rate; the best
   for each shape, and the best of those that are not slower than the default for few tokens.
-- lengths: cuDNN with lengths that it reads on the device, so that one plan serves many: an
-  experiment.
 
 `--device cpu` runs `check`, `chunks` and `decode` with small sizes, to show that they run.
 """
@@ -39,14 +36,6 @@ from aquifer.bench.floor import device_copy_bandwidth, read_bandwidth
 from aquifer.bench.result import save
 from aquifer.bench.timing import replay_seconds
 from aquifer.kernels import compiled_together
-from aquifer.kernels.cudnn_attention import (
-    CALL_KEYS,
-    MAX_MERGED,
-    Result,
-    cudnn_attention,
-    keys_of,
-    merge,
-)
 from aquifer.kernels.decode_attention import (
     Config,
     Workspace,
@@ -219,7 +208,7 @@ def check(kv: KV) -> Figures:
             query[rows].to(exact), keys, values, None, some, expected, scale=SCALE
         )
         error = largest_error(out[rows], expected)
-        print(f"check {count} after {start}: {keys_of(start, count)} keys, error {error:.1e}")
+        print(f"check {count} after {start}: error {error:.1e}")
         found["chunks"].append({"start": start, "count": count, "relative_error": error})
     for rows_of_step, tokens in kv.sizes.rows:
         step = Step(kv, rows_of_step, tokens)
@@ -237,85 +226,11 @@ def largest_error(out: torch.Tensor, expected: torch.Tensor) -> float:
     return error
 
 
-# --- calls -----------------------------------------------------------------------------------
-
-
-def calls(kv: KV) -> Figures:
-    """Each shape of a call over a prefix, and others; calls over a chunk itself; merges."""
-    shapes = [
-        (rows, keys, False, True)
-        for rows in (512, 1024, *[rows for rows in CALL_KEYS if rows != 512], 8192)
-        for keys in (2048, 4096, 6144, 8192, 32_768)
-    ]
-    shapes += [(count, count, True, lse) for count in (2048, 4096, 8192) for lse in (False, True)]
-    found = []
-    for rows, num_keys, is_causal, with_lse in shapes:
-        query = kv.queries(rows)
-
-        def run(
-            call: int,
-            query: torch.Tensor = query,
-            num_keys: int = num_keys,
-            is_causal: bool = is_causal,
-            with_lse: bool = with_lse,
-        ) -> None:
-            q, k, v = (
-                t.unsqueeze(0).transpose(1, 2)
-                for t in (query, *(each[0, :num_keys] for each in kv.layer(call)))
-            )
-            cudnn_attention(q, k, v, SCALE, is_causal=is_causal, with_lse=with_lse)
-
-        begun_s = time.perf_counter()
-        run(0)
-        kv.wait()
-        plan_s = time.perf_counter() - begun_s
-        call_s, host_s = seconds_of(kv, run, 16)
-        pairs = rows * (rows + 1) / 2 if is_causal else rows * num_keys
-        rate = 4 * pairs * NUM_HEADS * HEAD_DIM / call_s / 1e12
-        print(
-            f"{rows:5} rows, {num_keys:6} keys{', causal' if is_causal else ''}"
-            f"{', lse' if with_lse else ''}: {call_s * 1e6:7.1f} us, {rate:4.0f} TFLOP/s, "
-            f"host {host_s * 1e6:.0f} us, first call {plan_s * 1e3:.0f} ms",
-            flush=True,
-        )
-        found.append(
-            {
-                "rows": rows,
-                "keys": num_keys,
-                "is_causal": is_causal,
-                "with_lse": with_lse,
-                "call_s": call_s,
-                "host_s": host_s,
-                "first_s": plan_s,
-                "tflop_per_s": rate,
-            }
-        )
-    rows = max(CALL_KEYS)
-    merges = []
-    for number in (2, MAX_MERGED):
-        results = [(kv.queries(rows), kv.queries(rows)[:, :, 0].float().t()) for _ in range(number)]
-        results = [(part, lse.contiguous()) for part, lse in results]
-        out, lse = torch.empty_like(results[0][0]), torch.empty_like(results[0][1])
-
-        def merged(
-            _: int,
-            results: list[Result] = results,
-            out: torch.Tensor = out,
-            lse: torch.Tensor = lse,
-        ) -> None:
-            merge(results, out, lse)
-
-        merge_s, host_s = seconds_of(kv, merged, 16)
-        print(f"merge of {number}: {merge_s * 1e6:.1f} us, host {host_s * 1e6:.0f} us", flush=True)
-        merges.append({"results": number, "merge_s": merge_s, "host_s": host_s})
-    return {"calls": found, "merges": merges}
-
-
 # --- chunks ----------------------------------------------------------------------------------
 
 
 def chunks(kv: KV) -> Figures:
-    """Chunks as the engine computes them, and in our own kernel alone."""
+    """Chunks as the engine computes them, and in our kernel in Triton."""
     found = []
     config = default_prefill_config(HEAD_DIM, HEAD_DIM, kv.dtype, paged=False)
     for start, count in kv.sizes.chunks:
@@ -342,7 +257,7 @@ def chunks(kv: KV) -> Figures:
 
         ways: dict[str, Callable[[int], None]] = {"engine": ours}
         if kv.device.type == "cuda":
-            ways["our kernel"] = triton
+            ways["triton"] = triton
         num_calls = max(1, min(16, int(0.02 * 4e14 / flops(start, count))))
         for way, run in ways.items():
             layer_s, host_s = seconds_of(kv, run, num_calls)
@@ -565,66 +480,10 @@ def describe(config: Config) -> str:
     )
 
 
-# --- lengths ---------------------------------------------------------------------------------
-
-
-def lengths(kv: KV) -> Figures:
-    """cuDNN over a prefix of any length by one plan, with the length in a tensor on the device."""
-    found = []
-    rows, max_keys = max(CALL_KEYS), kv.sizes.max_tokens
-    query = kv.queries(rows)
-    row_ends = torch.tensor([0, rows], dtype=torch.int32, device=kv.device)
-    for num_keys in (6144, 8192, 30_720, 122_880):
-        key_ends = torch.tensor([0, num_keys], dtype=torch.int32, device=kv.device)
-
-        def attend(
-            call: int, key_ends: torch.Tensor = key_ends
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            keys, values = kv.layer(call)
-            result = torch.ops.aten._cudnn_attention_forward(
-                query, keys[0], values[0], None, row_ends, key_ends, rows, max_keys, True, 0.0,
-                False, False, scale=SCALE,
-            )  # fmt: skip
-            return result[0], result[1]
-
-        begun_s = time.perf_counter()
-        out, lse = attend(kv.sizes.num_layers - 1)
-        kv.wait()
-        first_s = time.perf_counter() - begun_s
-        keys, values = (each[0, :num_keys].float() for each in kv.layer(kv.sizes.num_layers - 1))
-        some = [0, 1, rows // 2, rows - 1]
-        q = query[some].float().unflatten(1, (NUM_KV_HEADS, -1))
-        scores = torch.einsum("qhgd,thd->qhgt", q, keys) * SCALE
-        expected = torch.einsum("qhgt,thd->qhgd", scores.softmax(-1), values).flatten(1, 2)
-        error = largest_error(out[some], expected)
-        call_s, host_s = seconds_of(kv, attend, 8)
-        rate = 4 * rows * num_keys * NUM_HEADS * HEAD_DIM / call_s / 1e12
-        print(
-            f"{rows} rows, {num_keys} of at most {max_keys} keys: {call_s * 1e6:.1f} us, "
-            f"{rate:.0f} TFLOP/s, host {host_s * 1e6:.0f} us, first call {first_s * 1e3:.0f} ms, "
-            f"error {error:.1e}, log-sum-exp {tuple(lse.shape)} {lse.stride()}",
-            flush=True,
-        )
-        found.append(
-            {
-                "rows": rows,
-                "keys": num_keys,
-                "call_s": call_s,
-                "host_s": host_s,
-                "first_s": first_s,
-                "tflop_per_s": rate,
-                "relative_error": error,
-            }
-        )
-    return {"calls": found}
-
-
 MEASURED: dict[str, Callable[[KV], Figures]] = {
     "check": check,
-    "calls": calls,
     "chunks": chunks,
     "decode": decode,
-    "lengths": lengths,
 }
 """What each part runs."""
 

@@ -1,15 +1,16 @@
-"""Rate of prefill attention: cuDNN and our Triton kernel over token-major KV of all layers.
+"""Rate of prefill attention: our kernels and others over token-major KV of all layers.
 
 TFLOP/s count the operations of causal attention: 4 per visible pair of a query and a key, head and
 dimension. Calls alternate over the layers, and are queued on the GPU behind a pause, so that the
-figures contain no host time, which is given beside them. PyTorch's FlashAttention-2 is for
-comparison only.
+figures contain no host time, which is given beside them. PyTorch's FlashAttention-2 and cuDNN are
+for comparison only. cuDNN has no causal mask that ends at the last key: of chunks after a prefix,
+its two calls are measured, over the prefix and over the chunk, without the merge of their results.
 
     python benchmarks/gpu/prefill_attention.py --output result.json
     python benchmarks/gpu/prefill_attention.py --sweep --output sweep.json
 
-Also: a ragged batch in one Triton launch and in one cuDNN call per sequence; and the time of
-cuDNN's first call for a new shape. `--sweep` also tries some configs of the kernel.
+Also: a ragged batch in one launch and in one cuDNN call per sequence; and the time of cuDNN's first
+call for a new shape. `--sweep` also tries some configs of the Triton kernel.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ def make_shapes(num_heads: int, num_kv_heads: int) -> list[Shape]:
         "4x2048": ((0, 2048),) * 4,
         "1x8192": ((0, 8192),),
         "1x32768": ((0, 32768),),
+        "8192 after 57344": ((57344, 8192),),
         "2048 after 6144": ((6144, 2048),),
         "512 after 15872": ((15872, 512),),
         "500 after 6000": ((6000, 500),),
@@ -142,7 +144,7 @@ class Batch:
         return keys, values
 
     def ours(self, call: int) -> None:
-        """Run as the engine does: with cuDNN if the shape is round."""
+        """Run as the engine does: on Hopper, the kernel for it."""
         prefill_attention(self.query, *self.layer_kv(call), None, self.spans, self.out, scale=SCALE)
 
     def triton(self, config: Config, call: int) -> None:
@@ -188,8 +190,15 @@ class Batch:
         keys, values = self.layer_kv(call)
         for slot, (_, count) in enumerate(self.shape.chunks):
             rows = slice(self.spans.offsets[slot], self.spans.offsets[slot + 1])
-            result = cudnn_causal(self.query[rows], keys[slot, :count], values[slot, :count])
-            self.out[rows] = result
+            self.out[rows] = cudnn(self.query[rows], keys[slot, :count], values[slot, :count])
+
+    def cudnn_after_prefixes(self, call: int) -> None:
+        """Run two cuDNN calls per sequence, without the merge: the results are of no use."""
+        keys, values = self.layer_kv(call)
+        for slot, (start, count) in enumerate(self.shape.chunks):
+            rows = self.query[self.spans.offsets[slot] : self.spans.offsets[slot + 1]]
+            for part, is_causal in ((slice(start), False), (slice(start, start + count), True)):
+                cudnn(rows, keys[slot, part], values[slot, part], is_causal=is_causal)
 
     def check(self, run: Callable[[int], None]) -> float:
         """Compare some rows with the reference in float32; return the largest relative error."""
@@ -214,11 +223,13 @@ class Batch:
         return error
 
 
-def cudnn_causal(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Run cuDNN for one sequence from its first token; all tensors are [tokens, heads, dim]."""
+def cudnn(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, is_causal: bool = True
+) -> torch.Tensor:
+    """Run cuDNN for one sequence; all tensors are [tokens, heads, dim]."""
     q, k, v = (t.unsqueeze(0).transpose(1, 2) for t in (query, keys, values))
     result: torch.Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, False, 0.0, True, False, scale=SCALE
+        q, k, v, None, not is_causal, 0.0, is_causal, False, scale=SCALE
     )[0]
     return result[0].transpose(0, 1)
 
@@ -245,7 +256,7 @@ def measure(run: Callable[[int], None], num_calls: int, repeats: int) -> tuple[l
 def measure_way(batch: Batch, way: str, run: Callable[[int], None], repeats: int) -> dict[str, Any]:
     """Check, measure and print one implementation."""
     shape = batch.shape
-    error = batch.check(run)
+    error = None if run == batch.cudnn_after_prefixes else batch.check(run)
     num_calls = max(2, min(MAX_CALLS, int(CALLS_S * ASSUMED_FLOPS / shape.flops)))
     gpu_s, host_s = measure(run, num_calls, repeats)
     seconds = statistics.median(gpu_s)
@@ -262,7 +273,7 @@ def measure_way(batch: Batch, way: str, run: Callable[[int], None], repeats: int
     print(
         f"{shape.name:16} {shape.num_heads}/{shape.num_kv_heads} {way:24}"
         f"{seconds * 1e6:9.1f} us, {figures['tflop_per_s']:4.0f} TFLOP/s, "
-        f"host {host_s * 1e6:4.0f} us, error {error:.1e}",
+        f"host {host_s * 1e6:4.0f} us, error {error}",
         flush=True,
     )
     return figures
@@ -278,7 +289,7 @@ def measure_first_calls() -> list[dict[str, Any]]:
         for _ in range(4):
             torch.cuda.synchronize()
             begin = time.perf_counter()
-            cudnn_causal(batch.query[:tokens], keys[0, :tokens], values[0, :tokens])
+            cudnn(batch.query[:tokens], keys[0, :tokens], values[0, :tokens])
             torch.cuda.synchronize()
             seconds.append(time.perf_counter() - begin)
         results.append({"tokens": tokens, "first_s": seconds[0], "warm_s": min(seconds[1:])})
@@ -291,10 +302,10 @@ def measure_ragged(repeats: int) -> list[dict[str, Any]]:
     for heads in HEADS:
         batch = Batch(ragged_shape(*heads))
         ways: dict[str, Callable[[int], None]] = {
+            "ours": batch.ours,
             "triton": partial(batch.triton, CONTIGUOUS),
             "triton paged": partial(batch.triton_paged, PAGED),
-            "cuDNN one by one": batch.cudnn_one_by_one,
-            "as the engine does": batch.ours,
+            "cuDNN": batch.cudnn_one_by_one,
         }
         results += [measure_way(batch, way, run, repeats) for way, run in ways.items()]
     return results
@@ -357,11 +368,14 @@ def main() -> None:
             for shape in make_shapes(*heads):
                 batch = Batch(shape)
                 ways: dict[str, Callable[[int], None]] = {
-                    "cuDNN": batch.ours,
+                    "ours": batch.ours,
                     "triton": partial(batch.triton, CONTIGUOUS),
                     "triton paged": partial(batch.triton_paged, PAGED),
                     "FlashAttention-2": batch.flash,
+                    "cuDNN": batch.cudnn_one_by_one,
                 }
+                if shape.chunks[0][0]:
+                    ways["cuDNN"] = batch.cudnn_after_prefixes
                 for way, run in ways.items():
                     results.append(measure_way(batch, way, run, arguments.repeats))
                 del batch, ways, run

@@ -1,4 +1,4 @@
-"""What is captured, and what cuDNN is prepared for: the parts that need no GPU."""
+"""What is captured: the parts that need no GPU."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from aquifer.cache.spans import Spans
 from aquifer.engine.chunk_graphs import ChunkInputs, chunk_sizes
 from aquifer.engine.graphs import StepBuffers, padded_size, padded_sizes
 from aquifer.engine.in_flight import InFlight
-from aquifer.engine.round_prompts import RoundPrompts
-from aquifer.kernels.cudnn_attention import key_parts, row_pieces
 from aquifer.kernels.step import advance
 
 
@@ -81,74 +78,3 @@ def test_the_host_finds_the_tokens_of_the_latest_steps() -> None:
         outputs.append(launched.wait())
     for number, output in enumerate(outputs):
         assert output.tokens.tolist() == [[100 * number], [100 * number + 1]]
-
-
-def _spans(*chunks: tuple[int, int]) -> Spans:
-    starts, counts = np.array(chunks).T
-    return Spans.make(np.arange(1, len(chunks) + 1), starts, counts)
-
-
-def test_what_cudnn_computes_of_prompts() -> None:
-    prompts = RoundPrompts(8192, 200_000)
-
-    def keys(*chunks: tuple[int, int]) -> list[int]:
-        found: list[int] = prompts.keys(_spans(*chunks)).tolist()
-        return found
-
-    assert keys((0, 2048), (0, 2048), (0, 500), (300, 77)) == [2048, 2048, 0, 0]
-    assert keys((0, 8192), (0, 512), (0, 6144), (50, 1)) == [8192, 0, 0, 0]
-    assert keys((16384, 8192), (122_880, 8192), (6144, 2048)) == [24576, 131_072, 8192]
-    assert keys((122_880, 8120), (6144, 6000)) == [122_880, 6144]  # our own kernel takes the rest
-    assert keys((5000, 2048), (2000, 4096), (70_000, 512)) == [4096, 0, 65_536]
-    assert RoundPrompts(0, 0).keys(_spans((0, 2048))).tolist() == [0]
-
-
-def _calls(start: int, count: int, keys: int) -> set[tuple[int, int, bool]]:
-    """Calls of cuDNN for a chunk after a prefix: rows, keys, and whether it is causal."""
-    pieces = row_pieces(count)
-    parts = {rows: list(key_parts(min(start, keys), rows)) for _, rows in pieces}
-    calls = {(rows, length, False) for rows, some in parts.items() for _, length in some}
-    return calls | ({(count, count, True)} if keys == start + count else set())
-
-
-@pytest.mark.parametrize(
-    ("max_batched_tokens", "max_tokens"),
-    [(8192, 131_072), (8192, 12_000), (5000, 40_000), (2500, 4300), (2048, 8192)],
-)
-def test_every_call_after_a_prefix_is_prepared(max_batched_tokens: int, max_tokens: int) -> None:
-    prompts = RoundPrompts(max_batched_tokens, max_tokens)
-    prepared = set()
-    for spans in prompts.steps():
-        if spans.starts[0]:
-            (start,), (count,) = spans.starts.tolist(), spans.counts.tolist()
-            prepared |= _calls(start, count, int(prompts.keys(spans)[0]))
-    assert bool(prepared) == (max_tokens >= 4096)
-    random = np.random.default_rng(0)
-    for multiple in (1, 256, 2048):
-        for _ in range(300):
-            count = int(random.integers(1, max_batched_tokens + 1))
-            start = int(random.integers(0, max_tokens - count)) // multiple * multiple
-            count = max(count // multiple * multiple, 1)
-            (keys,) = prompts.keys(_spans((start, count))).tolist()
-            if start and keys:
-                assert _calls(start, count, keys) <= prepared, (start, count)
-
-
-@pytest.mark.parametrize(
-    ("max_batched_tokens", "max_tokens"),
-    [(8192, 100_000), (8192, 8192), (8192, 3000), (5000, 40_000), (2048, 8192), (512, 8192)],
-)
-def test_every_such_step_is_prepared_and_has_room(max_batched_tokens: int, max_tokens: int) -> None:
-    prompts = RoundPrompts(max_batched_tokens, max_tokens)
-    lengths, steps = prompts.lengths(), prompts.steps()
-    assert bool(lengths) == bool(steps)
-    for spans in steps:
-        assert prompts.keys(spans).all()
-        assert spans.num_tokens <= max_batched_tokens
-        ends = spans.starts + spans.counts
-        assert (ends <= np.array(lengths)[spans.slots - 1]).all()
-        assert ends.max() <= max_tokens
-    # As many prompts of a length as a step can have, which attention joins.
-    for count in {int(spans.counts[0]) for spans in steps if not spans.starts.any()}:
-        numbers = {len(s.slots) for s in steps if s.counts[0] == count and not s.starts.any()}
-        assert numbers == set(range(1, max_batched_tokens // count + 1))

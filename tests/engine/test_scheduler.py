@@ -19,7 +19,6 @@ from aquifer.cache import KV_CACHES
 from aquifer.cache.spans import IntArray
 from aquifer.engine.lane_pages import longest, most_pages
 from aquifer.engine.params import SamplingParams
-from aquifer.engine.planning import chunk_tokens
 from aquifer.engine.policies import ModelState, Policies
 from aquifer.memory.pool import Kind, Owner
 
@@ -179,23 +178,6 @@ def test_what_fits_alone_is_served(
             world.finish()
         world.pool.release(others)
         world.check_empty()
-
-
-@pytest.mark.parametrize(
-    ("start", "count", "room", "expected"),
-    [
-        (0, 100, 200, 100),  # all of it
-        (300, 700, 700, 700),
-        (0, 9000, 3000, 2048),  # cut at a multiple of 2048
-        (300, 9000, 8192, 7892),  # to 8192
-        (2048, 9000, 4096, 4096),
-        (300, 9000, 100, 100),  # none is within reach
-        (1948, 9000, 300, 300),  # little would be left of the step
-    ],
-)
-def test_prompts_are_cut_at_round_places(start: int, count: int, room: int, expected: int) -> None:
-    assert chunk_tokens(start, count, room, is_round=True) == expected
-    assert chunk_tokens(start, count, room, is_round=False) == min(count, room)
 
 
 def test_the_worlds_are_crowded() -> None:

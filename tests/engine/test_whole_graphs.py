@@ -32,8 +32,7 @@ def packed(layout: StepLayout, spans: Spans, num_decodes: int, sampled: list[int
     tokens = np.arange(spans.num_tokens)
     rows = np.array(sampled, np.int64)
     sampling = np.stack((rows + 1, rows + 2, rows + 3))
-    none_for_cudnn = np.zeros_like(spans.slots)
-    step = ChunkStep(spans, num_decodes, 100 + tokens, 200 + tokens, rows, sampling, none_for_cudnn)
+    step = ChunkStep(spans, num_decodes, 100 + tokens, 200 + tokens, rows, sampling)
     return torch.from_numpy(layout.pack(step))
 
 

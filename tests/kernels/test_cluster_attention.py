@@ -9,7 +9,7 @@ import torch
 from tests.kernels.test_decode_attention import Case, check, make_case
 
 from aquifer.kernels import cluster_attention
-from aquifer.kernels._cuda import has_clusters
+from aquifer.kernels._cuda import has_large_blocks
 from aquifer.kernels._triton import count_multiprocessors
 from aquifer.kernels.decode_attention import (
     Config,
@@ -38,7 +38,7 @@ LENGTHS = {
 @pytest.fixture(scope="module")
 def device() -> torch.device:
     device = torch.device("cuda", 0)
-    if not has_clusters(device):
+    if not has_large_blocks(device):
         pytest.skip("needs a GPU with clusters (Hopper or later)")
     return device
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from aquifer.kernels import _cuda, _triton, cluster_attention
-from aquifer.kernels._cuda import CudaError, CudaKernel, has_clusters
+from aquifer.kernels._cuda import CudaError, CudaKernel, has_large_blocks
 
 FILE = "cluster_attention.cu"
 
@@ -62,16 +62,16 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         "get_device_properties",
         lambda _: SimpleNamespace(shared_memory_per_block_optin=device.shared),
     )
-    has_clusters.cache_clear()
+    has_large_blocks.cache_clear()
     yield device
-    has_clusters.cache_clear()
+    has_large_blocks.cache_clear()
 
 
 def test_devices_that_have_clusters(hopper, nvrtc):
     def answer(**changes: object) -> bool:
         vars(hopper).update(changes)
-        has_clusters.cache_clear()
-        return has_clusters(torch.device("cuda", 0))
+        has_large_blocks.cache_clear()
+        return has_large_blocks(torch.device("cuda", 0))
 
     assert answer()
     assert not answer(capability=(8, 0))
@@ -82,10 +82,10 @@ def test_devices_that_have_clusters(hopper, nvrtc):
 def test_a_machine_without_nvrtc_is_told_once(hopper, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with caplog.at_level(logging.WARNING):
-        assert not has_clusters(torch.device("cuda", 0))
-        assert not has_clusters(torch.device("cuda", 0))
+        assert not has_large_blocks(torch.device("cuda", 0))
+        assert not has_large_blocks(torch.device("cuda", 0))
     assert [record.message.split(":")[0] for record in caplog.records] == [
-        "decode attention of few sequences is slower, for want of NVRTC"
+        "attention is slower, for want of NVRTC"
     ]
 
 

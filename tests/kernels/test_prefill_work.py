@@ -11,12 +11,9 @@ from aquifer.kernels.prefill_work import IntArray, Tiling, choose_num_splits, pl
 TILING = Tiling(block_tokens=32, room=33, least_keys=256)
 
 
-def plan(
-    chunks: list[tuple[int, int]], tiling: Tiling, cudnn_keys: list[int] | None = None
-) -> tuple[IntArray, IntArray]:
+def plan(chunks: list[tuple[int, int]], tiling: Tiling) -> tuple[IntArray, IntArray]:
     starts, counts = np.array(chunks, np.int64).reshape(-1, 2).T
-    taken = np.array(cudnn_keys) if cudnn_keys is not None else np.zeros_like(starts)
-    return plan_work(starts, counts, taken, tiling)
+    return plan_work(starts, counts, tiling)
 
 
 @given(
@@ -68,7 +65,13 @@ def test_few_keys_are_not_split():
 
 def test_longer_prefixes_have_more_splits():
     num_splits = choose_num_splits(np.array([8000, 2000, 100]), TILING)
-    assert num_splits.tolist() == [24, 6, 1]
+    assert num_splits.tolist() == [25, 7, 1]
+
+
+def test_blocks_of_about_one_length_are_cut_alike():
+    num_keys = np.arange(16_000, 16_512, 64)
+    assert choose_num_splits(num_keys, TILING._replace(room=16)).tolist() == [2] * 8
+    assert choose_num_splits(num_keys, TILING._replace(room=15)).tolist() == [1] * 8
 
 
 def test_nothing_is_split_where_there_are_programs_enough():
@@ -78,16 +81,6 @@ def test_nothing_is_split_where_there_are_programs_enough():
 def test_programs_with_the_most_keys_come_first():
     programs, _ = plan([(0, 96), (1000, 40)], TILING._replace(room=0))
     assert programs[:, :2].tolist() == [[1, 32], [1, 0], [0, 64], [0, 32], [0, 0]]
-
-
-def test_what_cudnn_takes_whole_has_no_programs():
-    chunks = [(2048, 2048), (4096, 100), (0, 512)]
-    programs, _ = plan(chunks, TILING._replace(leaves_keys=True, room=0), [4096, 4096, 0])
-    assert sorted(set(programs[:, 0].tolist())) == [1, 2]
-    # Keys are cuDNN's only where the window has all of them.
-    windowed = TILING._replace(leaves_keys=True, room=0, window_tokens=4095)
-    programs, _ = plan(chunks, windowed, [4096, 4096, 0])
-    assert sorted(set(programs[:, 0].tolist())) == [0, 1, 2]
 
 
 def test_no_chunks_are_no_work():

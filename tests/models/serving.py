@@ -71,7 +71,7 @@ class StepKV:
         spans = Spans.make(slots, starts, counts)
         arrays = Rows.arrays(spans, num_decodes)
         tensors = [torch.from_numpy(array) for array in arrays]
-        rows = Rows.over(spans, num_decodes, tensors, arrays[-1])
+        rows = Rows.over(spans, num_decodes, tensors)
         rows.decode_lengths[rows.slots[:num_decodes] < 0] = 0  # padding, which has no KV to read
         view = StepView(self._layout, self._layers, rows, None, Workspaces())
         if not self._states:

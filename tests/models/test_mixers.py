@@ -33,7 +33,7 @@ def split_rows(spans: Spans, num_decodes: int, device: torch.device = CPU) -> Ro
     """The rows of a step of which the first have one token each, as they are on a GPU."""
     arrays = Rows.arrays(spans, num_decodes)
     tensors = [torch.from_numpy(array.copy()).to(device) for array in arrays]
-    return Rows.over(spans, num_decodes, tensors, arrays[-1])
+    return Rows.over(spans, num_decodes, tensors)
 
 
 def with_padding(rows: Rows, count: int) -> Rows:

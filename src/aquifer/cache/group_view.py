@@ -79,12 +79,10 @@ class GroupedView:
         query: torch.Tensor,
         out: torch.Tensor,
         how: AttentionOptions,
-        *,
-        in_place: bool = True,
-    ) -> torch.Tensor:
+    ) -> None:
         """See `LaunchView.attend_into`."""
         part, index = self._places[layer]
-        return self._views[part].attend_into(index, query, out, how, in_place=in_place)
+        self._views[part].attend_into(index, query, out, how)
 
     def recur(self, layer: int, inputs: torch.Tensor, recurrence: Recurrence) -> torch.Tensor:
         """See `KVView.recur`."""

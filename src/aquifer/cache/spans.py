@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from aquifer.kernels.prefill_attention import DeviceSpans, PrefillSpans
+from aquifer.kernels.prefill_attention import PrefillSpans
+from aquifer.kernels.prefill_merge import DeviceSpans
 from aquifer.memory.transfer import upload
 
 IntArray = npt.NDArray[np.int64]
@@ -74,63 +75,42 @@ class Rows:
     fixed_chunks: DeviceSpans | None = None
 
     @classmethod
-    def of(
-        cls,
-        spans: Spans,
-        num_decodes: int,
-        device: torch.device,
-        *,
-        cudnn_keys: IntArray | None = None,
-    ) -> Rows:
+    def of(cls, spans: Spans, num_decodes: int, device: torch.device) -> Rows:
         """The rows of `spans`, of which the first `num_decodes` have one token each.
 
         Args:
             spans: the step's tokens.
             num_decodes: spans that decode; see `keeps_decodes`.
             device: where they run.
-            cudnn_keys: see `arrays`.
         """
         if not keeps_decodes(device):
             num_decodes = 0
-        arrays = cls.arrays(spans, num_decodes, cudnn_keys)
+        arrays = cls.arrays(spans, num_decodes)
         packed = upload(np.concatenate(arrays), device)  # one copy for all
         tensors = packed.split([len(array) for array in arrays])
-        return cls.over(spans, num_decodes, tensors, arrays[-1])
+        return cls.over(spans, num_decodes, tensors)
 
     @staticmethod
-    def arrays(
-        spans: Spans, num_decodes: int, cudnn_keys: IntArray | None = None
-    ) -> tuple[IntArray, ...]:
+    def arrays(spans: Spans, num_decodes: int) -> tuple[IntArray, ...]:
         """What the device has to know of a step, for `over`: slots and positions of its tokens, and
-        slots, starts, offsets and keys for cuDNN of its chunks.
+        slots, starts and offsets of its chunks.
 
         Args:
             spans: the step's tokens.
             num_decodes: spans that decode.
-            cudnn_keys: [num_seqs], keys that attention hands to cuDNN, see `PrefillSpans`; None for
-                none: cuDNN builds a plan for each new shape.
         """
-        if cudnn_keys is None:
-            cudnn_keys = np.zeros(len(spans.slots), np.int64)
         chunks = slice(num_decodes, None)
         return (
             *spans.rows(),
             spans.slots[chunks],
             spans.starts[chunks],
             spans.offsets[chunks],
-            cudnn_keys[chunks],
         )
 
     @classmethod
-    def over(
-        cls,
-        spans: Spans,
-        num_decodes: int,
-        tensors: Sequence[torch.Tensor],
-        chunk_cudnn_keys: IntArray,
-    ) -> Rows:
-        """The rows of `spans`, given `arrays` on the device, and the last of them here too."""
-        slots, positions, chunk_slots, chunk_starts, chunk_offsets, device_cudnn_keys = tensors
+    def over(cls, spans: Spans, num_decodes: int, tensors: Sequence[torch.Tensor]) -> Rows:
+        """The rows of `spans`, given `arrays` on the device."""
+        slots, positions, chunk_slots, chunk_starts, chunk_offsets = tensors
         chunks = slice(num_decodes, None)
         return cls(
             slots,
@@ -140,11 +120,9 @@ class Rows:
                 slots=spans.slots[chunks].tolist(),
                 starts=spans.starts[chunks].tolist(),
                 offsets=spans.offsets[chunks].tolist(),
-                cudnn_keys=chunk_cudnn_keys.tolist(),
                 device_slots=chunk_slots,
                 device_starts=chunk_starts,
                 device_offsets=chunk_offsets,
-                device_cudnn_keys=device_cudnn_keys,
             )
             if num_decodes < len(spans.slots)
             else None,

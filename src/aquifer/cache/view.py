@@ -22,11 +22,11 @@ from aquifer.kernels.latent_attention import (
 )
 from aquifer.kernels.linear import Matrix, linear
 from aquifer.kernels.prefill_attention import (
-    DeviceSpans,
     PrefillSpans,
     prefill_attention,
     prefill_attention_fixed,
 )
+from aquifer.kernels.prefill_merge import DeviceSpans
 
 
 class _Arguments(TypedDict):
@@ -186,9 +186,7 @@ class LaunchView(KVView, Protocol):
         query: torch.Tensor,
         out: torch.Tensor,
         how: AttentionOptions,
-        *,
-        in_place: bool = True,
-    ) -> torch.Tensor:
+    ) -> None:
         """The same as `attend`, with less work on the host from the second layer on.
 
         Args:
@@ -196,10 +194,6 @@ class LaunchView(KVView, Protocol):
             query: [at least tokens, heads, key_dim].
             out: [at least tokens, heads, value_dim]; its first rows are overwritten.
             how: as in `attend`.
-            in_place: whether the result must be in `out`. Else a new tensor of as many rows may
-                have it, which saves a copy.
-
-        Returns: the tensor that has the result.
         """
 
     def recur_into(
@@ -328,9 +322,7 @@ class StepView(WithoutState):
         query: torch.Tensor,
         out: torch.Tensor,
         how: AttentionOptions,
-        *,
-        in_place: bool = True,
-    ) -> torch.Tensor:
+    ) -> None:
         """See `LaunchView.attend_into`."""
         keys, values = self._layers[layer]
         tensors = [query, keys, out]
@@ -341,19 +333,16 @@ class StepView(WithoutState):
         recording = self._recordings.get(key)
         if recording is not None and recording.fits(*tensors):
             recording.repeat(*tensors)
-            return out
-        rows, result = self._rows, out
+            return
+        rows = self._rows
         num_tokens = len(rows.slots)
-        in_place = in_place or rows.num_decodes > 0 or num_tokens < len(out)
         query, own = query[:num_tokens], out[:num_tokens]
         with Recording(*tensors) as recording:
             if rows.num_decodes:
                 self._attend_decodes(layer, query, own, how)
             if rows.chunks is not None:
-                found = self._attend_chunks(layer, query, own, how, in_place=in_place)
-                result = out if in_place else found
+                self._attend_chunks(layer, query, own, how)
         self._recordings[key] = recording
-        return result
 
     def _attend_chunks(
         self,
@@ -361,8 +350,6 @@ class StepView(WithoutState):
         query: torch.Tensor,
         out: torch.Tensor | None,
         how: AttentionOptions,
-        *,
-        in_place: bool = True,
     ) -> torch.Tensor:
         """Write the rows of `out` that are of chunks, or of a new tensor; returns it."""
         keys, values = self._layers[layer]
@@ -373,9 +360,7 @@ class StepView(WithoutState):
                 out = query.new_empty(*query.shape[:2], values.shape[-1])
             latent_prefill_attention(query, keys, self._tables, chunks, out, scale=_only_scale(how))
             return out
-        return prefill_attention(
-            query, keys, values, self._tables, chunks, out, in_place=in_place, **how.arguments()
-        )
+        return prefill_attention(query, keys, values, self._tables, chunks, out, **how.arguments())
 
     def _attend_fixed(
         self,

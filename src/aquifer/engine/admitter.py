@@ -13,7 +13,6 @@ from aquifer.engine import entry
 from aquifer.engine.clients import Clients
 from aquifer.engine.headroom import Headroom
 from aquifer.engine.lane import Lane
-from aquifer.engine.planning import chunk_tokens
 from aquifer.engine.policies import Policies
 from aquifer.engine.preemption import Preemption
 from aquifer.engine.sequence import SequenceGroup
@@ -100,7 +99,6 @@ class Admitter:
         budget_tokens: int,
         only: Collection[int] | None,
         *,
-        is_round: bool,
         enough_tokens: int | None = None,
     ) -> tuple[IntArray, IntArray]:
         """Admit requests as long as there is room.
@@ -109,7 +107,6 @@ class Admitter:
             lane: the model's lane.
             budget_tokens: tokens that they may run in this step.
             only: clients that the step is for; None for all.
-            is_round: see `chunk_tokens`.
             enough_tokens: tokens with which the step need not wait until more requests are
                 admitted; None to admit all that there is room for.
 
@@ -157,7 +154,7 @@ class Admitter:
                 count = end - start
                 if count > 0 and budget_tokens > 0:
                     slots.append(slot)
-                    counts.append(chunk_tokens(start, count, budget_tokens, is_round=is_round))
+                    counts.append(min(count, budget_tokens))
                     budget_tokens -= counts[-1]
         return np.array(slots, np.int64), np.array(counts, np.int64)
 

@@ -22,12 +22,14 @@ from aquifer.engine.sampler import SamplingMode
 from aquifer.engine.whole_graphs import MOST_TOKENS, WholeGraphs
 from aquifer.kernels import compiled_together
 from aquifer.kernels.capture import GraphPool
-from aquifer.kernels.cudnn_attention import MIN_COUNT
 from aquifer.memory.transfer import Uploads, upload, upload_into
 
 LONG_STEP_S = 0.05
 """Steps that take longer than this on the device are not captured: launching their kernels one by
 one takes 10 to 20 ms of the host, while the step before runs."""
+
+LEAST_PIECES_TOKENS = 512
+"""Fewer tokens are not captured in pieces, where steps are captured whole too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +132,10 @@ class CapturedSteps:
         largest = max(whole, default=0)
         return *whole, *(size for size in self._chunks.sizes if size > largest)
 
-    def has_chunks(self, spans: Spans, num_decodes: int, cudnn_keys: IntArray) -> bool:
+    def has_chunks(self, spans: Spans, num_decodes: int) -> bool:
         """Whether a step that reads prompts is captured; see `ChunkStep`."""
         return (
-            self._whole.size_of(spans, num_decodes, cudnn_keys) is not None
+            self._whole.size_of(spans, num_decodes) is not None
             or self._chunks.size_of(spans.num_tokens) is not None
         )
 
@@ -164,14 +166,14 @@ class CapturedSteps:
         """
         spans, num_decodes, sampled = step.spans, step.num_decodes, step.sampled
         self._uploaded[:] = -2  # no slot: `decode` must upload its own
-        size = self._whole.size_of(spans, num_decodes, step.cudnn_keys)
+        size = self._whole.size_of(spans, num_decodes)
         if size is not None:
             self._whole.run(size, step)
             return
         size = self._chunks.size_of(spans.num_tokens)
         assert size is not None
         num_tokens, last = spans.num_tokens, spans.ends_of(sampled)
-        slots, positions, *chunks = Rows.arrays(spans, num_decodes, step.cudnn_keys)
+        slots, positions, *chunks = Rows.arrays(spans, num_decodes)
         packed = self._inputs.packed(
             size,
             (step.token_ids, positions, slots, step.context_lengths),
@@ -189,7 +191,7 @@ class CapturedSteps:
         self._buffers.inputs[:, : padded.shape[1]].copy_(upload(padded, self._device))
         self._chunks.run(
             size,
-            self._view(Rows.over(spans, num_decodes, own, chunks[-1])),
+            self._view(Rows.over(spans, num_decodes, own)),
             self._view(Rows.single(inputs.last_slots[:num_last], inputs.last_positions[:num_last])),
         )
 
@@ -222,7 +224,7 @@ class CapturedSteps:
         short = self._short(token_s)
         if not self._most_whole_tokens:
             return short
-        return [size for size in short if size >= MIN_COUNT or size == short[-1]]
+        return [size for size in short if size >= LEAST_PIECES_TOKENS or size == short[-1]]
 
     def _short(self, token_s: float) -> list[int]:
         """Numbers of tokens of which a step is captured, ascending."""

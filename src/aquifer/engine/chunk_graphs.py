@@ -95,11 +95,9 @@ class _Attention:
     def launch(self, view: LaunchView, wanted: LaunchView) -> None:
         """Launch it for the tokens of a step, or for the rows that are wanted."""
         chosen = wanted if self.of_wanted else view
-        attended = chosen.attend_into(
-            self.layer, self.query, self.out, self.how, in_place=self.product is None
-        )
+        chosen.attend_into(self.layer, self.query, self.out, self.how)
         if self.product is not None:
-            self.product.launch(attended)
+            self.product.launch(self.out)
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,6 @@ class ChunkStep:
     # [3, n], of these: slots; the same, but -1 for rows that sampling leaves alone; and tokens that
     # each row's sequence has.
     sampling: IntArray
-    cudnn_keys: IntArray  # [spans], see `Rows.arrays`
 
 
 class StepBuffers:

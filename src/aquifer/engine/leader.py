@@ -267,15 +267,15 @@ class _LeadingRunner(Runner):
         self,
         warm_up: WarmUp,
         num_tokens: int,
-        num_slots: int,
         on_stage: OnStage,
         *,
+        has_kv: bool,
         captures: bool,
     ) -> float:
         """See `Runner.warm_up`."""
-        self._leader.send(WarmUpModel(self._name, num_tokens, num_slots, captures))
+        self._leader.send(WarmUpModel(self._name, num_tokens, has_kv, captures))
         try:
-            return super().warm_up(warm_up, num_tokens, num_slots, on_stage, captures=captures)
+            return super().warm_up(warm_up, num_tokens, on_stage, has_kv=has_kv, captures=captures)
         except Exception as error:
             raise self._leader.failure(error) from error
 

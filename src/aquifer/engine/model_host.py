@@ -44,6 +44,8 @@ _log = logging.getLogger(__name__)
 _EOS = "eos_token_id"
 _MOST_TOKEN_ID = 2**31 - 1
 
+_FIRST_SLOT = 1
+
 _SPARE_SLOTS = 16
 """Slots beyond the sequences that run at once, on a device that runs ahead, so that others can be
 taken while a slot is vacated."""
@@ -228,20 +230,10 @@ class ModelHost(ModelLife):
         """
         cache, num_tokens = self.lane.cache, self._limits.max_batched_tokens
         warm_up = runner.warm_up_of(num_tokens)
-        slots: list[int] = []
-        for lengths in warm_up.lengths():
-            wanted = np.arange(1, min(len(lengths), self._limits.max_seqs) + 1)
-            tokens = np.array(lengths)[: len(wanted)]
-            num_bytes = cache.footprint.paged_bytes(tokens)
-            is_least = len(lengths) == 1
-            # The most are not worth what other models retain.
-            if not is_least and 2 * num_bytes > self._pool.free_bytes:
-                continue
-            for slot, num_prompt in zip(wanted.tolist(), (tokens + 1).tolist(), strict=True):
-                cache.expect(slot, num_prompt, num_prompt)  # in few large pages
-            if cache.reserve(wanted, tokens):
-                slots = wanted.tolist()
-                break
+        slots, tokens = np.array([_FIRST_SLOT]), np.array([warm_up.num_kv_tokens])
+        num_prompt = warm_up.num_kv_tokens + 1
+        cache.expect(_FIRST_SLOT, num_prompt, num_prompt)  # in few large pages
+        has_kv = cache.reserve(slots, tokens)
 
         def on_stage(stage: Stage, done: int, total: int) -> None:
             on_progress(LoadProgress(self.info.name, done, total, stage))
@@ -249,10 +241,12 @@ class ModelHost(ModelLife):
         try:
             cache.upload()
             captures = cache.tensors.open()
-            token_s = runner.warm_up(warm_up, num_tokens, len(slots), on_stage, captures=captures)
+            token_s = runner.warm_up(
+                warm_up, num_tokens, on_stage, has_kv=has_kv, captures=captures
+            )
         finally:
-            for slot in slots:
-                cache.release(slot)
+            if has_kv:
+                cache.release(_FIRST_SLOT)
             cache.tensors.vacate()  # the pages have not the sizes that prompts will need
         self.prefill_cost.observe(0, num_tokens, num_tokens * token_s)
 

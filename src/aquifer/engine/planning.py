@@ -14,14 +14,6 @@ from aquifer.cache.spans import IntArray, Spans
 from aquifer.engine.slots import SlotTable
 from aquifer.engine.step_input import SlotAssignment, StepInput
 
-_CHUNK_MULTIPLE_TOKENS = 2048
-"""In steps without a sequence that decodes, prompts are cut at multiples of this: attention has a
-faster kernel for prefixes that are made of parts of so many keys
-(`aquifer.kernels.cudnn_attention`)."""
-
-_LEAST_ROUND_CUT = 0.5
-"""The least part of a step's room that a prompt may be cut to for the sake of such a prefix."""
-
 _LEAST_PROMPT_TOKENS = 64
 """Prompt tokens that a step may always have beside sequences that decode, so that prompts end."""
 
@@ -37,24 +29,6 @@ _LAUNCH_WEIGHT = 0.2
 """EMA weight of the latest launch."""
 
 _NO_TOKENS = np.zeros(0, np.int32)
-
-
-def chunk_tokens(start: int, count: int, room: int, *, is_round: bool) -> int:
-    """How many of the `count` tokens from `start` on to run, of at most `room`.
-
-    Args:
-        start: the first token's position.
-        count: tokens that the prompt has left.
-        room: what is left of the step's token budget.
-        is_round: whether to end at a round position if the prompt does not fit.
-    """
-    if count <= room:
-        return count
-    if not is_round:
-        return room
-    end = start + room
-    round_count = end - end % _CHUNK_MULTIPLE_TOKENS - start
-    return round_count if round_count >= _LEAST_ROUND_CUT * room else room
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +133,7 @@ def next_tokens(
     slots, missing = slots[order], missing[order]
     before = np.cumsum(missing) - missing
     counts = np.clip(max_batched_tokens - before, 0, missing)
-    slots, missing, counts = (part[counts > 0] for part in (slots, missing, counts))
-    start = int(table.num_computed[slots[-1]])  # the last one may be cut
-    is_round = bool(is_reading.all())
-    counts[-1] = chunk_tokens(start, int(missing[-1]), int(counts[-1]), is_round=is_round)
-    return slots, counts
+    return slots[counts > 0], counts[counts > 0]
 
 
 def _missing(table: SlotTable, slots: IntArray) -> IntArray:

@@ -315,8 +315,8 @@ class _RankModel:
         self.runner.warm_up(
             self.runner.warm_up_of(op.num_tokens),
             op.num_tokens,
-            op.num_slots,
             lambda *_: None,
+            has_kv=op.has_kv,
             captures=op.captures,
         )
 

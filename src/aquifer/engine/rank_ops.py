@@ -80,7 +80,7 @@ class WarmUpModel:
 
     model: str
     num_tokens: int
-    num_slots: int
+    has_kv: bool
     captures: bool
 
 

@@ -7,7 +7,6 @@ samples is the next one's input without host synchronisation.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -21,7 +20,6 @@ from aquifer.engine.choosing import TokenChoice
 from aquifer.engine.graphs import ChunkStep, StepBuffers
 from aquifer.engine.in_flight import Entries, InFlight
 from aquifer.engine.reports import OnStage
-from aquifer.engine.round_prompts import RoundPrompts
 from aquifer.engine.sampler import Sampler, SamplingMode, token_logprobs
 from aquifer.engine.step_input import SlotAssignment, StepInput
 from aquifer.engine.warm_up import WarmUp
@@ -108,7 +106,6 @@ class Runner:
         self._choice = TokenChoice(model, self._sampler, collectives)
         self._buffers = StepBuffers(max_seqs, self._device)
         self._captured: CapturedSteps | None = None
-        self._round_prompts = RoundPrompts(0, 0)
 
     def warm_up_of(self, num_tokens: int) -> WarmUp:
         """What to run before the model serves, with steps of up to `num_tokens` tokens."""
@@ -128,9 +125,9 @@ class Runner:
         self,
         warm_up: WarmUp,
         num_tokens: int,
-        num_slots: int,
         on_stage: OnStage,
         *,
+        has_kv: bool,
         captures: bool,
     ) -> float:
         """Run everything once that steps may run, and capture steps.
@@ -141,13 +138,13 @@ class Runner:
         Args:
             warm_up: made by `warm_up_of`.
             num_tokens: tokens of the largest step.
-            num_slots: slots that have KV as `WarmUp.lengths` says.
             on_stage: told of the progress.
+            has_kv: whether the first slot has KV for `WarmUp.num_kv_tokens`.
             captures: whether the cache's first addresses are mapped, which captured steps need.
 
         Returns: seconds that a token of the largest step takes.
         """
-        token_s = self._agreed(warm_up.run(num_slots, on_stage))
+        token_s = self._agreed(warm_up.run(on_stage, has_kv=has_kv))
         if captures and self._device.type == "cuda":
             captured = CapturedSteps(
                 self._steps_of(self._model),
@@ -160,22 +157,11 @@ class Runner:
                 self._device,
                 has_state=warm_up.has_state,
             )
-            # Both take about a second: one Python's, the other cuDNN's, which keeps its plans for
-            # the thread that they were made in.
-            with ThreadPoolExecutor(
-                1, "rehearse", initializer=torch.cuda.set_device, initargs=(self._device,)
-            ) as thread:
-                rehearse = torch.inference_mode()(captured.rehearse)
-                rehearsed = thread.submit(rehearse, token_s, on_stage)
-                warm_up.plan_round_prompts(num_slots)
-                rehearsed.result()
+            captured.rehearse(token_s, on_stage)
             if self._model.is_capturable:
                 captured.capture(token_s, on_stage)
                 captured.keep_fast(lambda work: self._agreed(warm_up.seconds_of(work)))
                 self._captured = captured
-        else:
-            warm_up.plan_round_prompts(num_slots)
-        self._round_prompts = warm_up.round_prompts
         return token_s
 
     def _agreed(self, seconds: float) -> float:
@@ -228,11 +214,10 @@ class Runner:
         uploads.send()
         if captured is None:
             return self._forward(step)
-        cudnn_keys = self._round_prompts.keys(spans)
-        is_captured = captured.has_chunks(spans, step.num_single, cudnn_keys)
+        is_captured = captured.has_chunks(spans, step.num_single)
         if not is_captured or self._reports_prompt[spans.slots].any():
             return self._forward(step)
-        return self._run_chunks(captured, step, cudnn_keys)
+        return self._run_chunks(captured, step)
 
     def _run_decodes(self, captured: CapturedSteps, step: StepInput, uploads: Uploads) -> _Scores:
         """Run a step in which each span is one token, and all are sampled, as captured graphs."""
@@ -245,9 +230,7 @@ class Runner:
         captured.decode(slots, others, uploads)
         return _Scores(*captured.sample(len(slots), mode), extras)
 
-    def _run_chunks(
-        self, captured: CapturedSteps, step: StepInput, cudnn_keys: IntArray
-    ) -> _Scores:
+    def _run_chunks(self, captured: CapturedSteps, step: StepInput) -> _Scores:
         """Run a step that reads prompts, as captured graphs."""
         spans, sampled = step.spans, step.sampled
         slots, positions = spans.rows()
@@ -263,7 +246,6 @@ class Runner:
                 context_lengths=np.maximum(self._least_context[slots], positions + 1),
                 sampled=sampled,
                 sampling=np.stack((last_slots, others, ends)),
-                cudnn_keys=cudnn_keys,
             )
         )
         if not len(sampled):
@@ -344,8 +326,7 @@ class Runner:
         token_ids, contexts, span_slots, span_ends, last_rows, sampled_slots, num_tokens = (
             packed.split([len(part) for part in parts])
         )
-        cudnn_keys = self._round_prompts.keys(spans)
-        rows = Rows.of(spans, step.num_single, self._device, cudnn_keys=cudnn_keys)
+        rows = Rows.of(spans, step.num_single, self._device)
         # The host may not know these tokens yet.
         token_ids[: step.num_decodes] = columns.last_token[span_slots[: step.num_decodes]]
         wanted: Wanted | None = None

@@ -242,7 +242,6 @@ class Scheduler:
                 lane,
                 most_tokens - num_tokens,
                 clients,
-                is_round=not len(slots),
                 enough_tokens=None if enough is None else enough - num_tokens,
             )
             if len(admitted_slots):

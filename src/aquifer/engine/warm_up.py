@@ -1,4 +1,4 @@
-"""Warm-up of a model on a device: its memory for activations, its kernels and cuDNN's plans."""
+"""Warm-up of a model on a device: its memory for activations, and its kernels."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import numpy as np
 import torch
 
 from aquifer.cache.layout import KVLayout
-from aquifer.cache.spans import IntArray, Rows, Spans
+from aquifer.cache.spans import Rows, Spans
 from aquifer.cache.state_view import Recurrence
 from aquifer.cache.view import AttentionOptions, KVSource
 from aquifer.engine.choosing import TokenChoice
 from aquifer.engine.graphs import StepBuffers
 from aquifer.engine.reports import OnStage
-from aquifer.engine.round_prompts import RoundPrompts
 from aquifer.engine.sampler import SamplingMode
 from aquifer.kernels import compiled_together
 from aquifer.kernels.kv_write import kv_write
 from aquifer.kernels.linear import Matrix, linear
-from aquifer.kernels.prefill_attention import MIN_SPLIT_KEYS, PrefillSpans
+from aquifer.kernels.prefill_attention import PrefillSpans
+from aquifer.kernels.prefill_work import MIN_SPLIT_KEYS
 from aquifer.memory.driver.base import Driver
 from aquifer.models import Model, ModelInput
 from aquifer.models.latent import LEAST_PROMPT_TOKENS
@@ -137,9 +137,7 @@ class WarmUp:
         self._device = driver.device
         self._max_seqs = max_seqs
         self._num_tokens = num_tokens
-        # cuDNN does not attend to latent KV.
         is_latent = any(layer.is_latent for layer in model.kv_layout.layers)
-        self.round_prompts = RoundPrompts(0 if is_latent else num_tokens, max_tokens)
         # A chunk of a prompt, after a prefix that is long enough for attention to be split.
         count = min(_CHUNK_TOKENS, num_tokens, max_tokens)
         start = min(_PREFIX_TOKENS, max_tokens - count)
@@ -157,44 +155,34 @@ class WarmUp:
         """Whether layers have recurrences. Pre-condition: `run` was called."""
         return self._recurrence is not None
 
-    def lengths(self) -> tuple[list[int], list[int]]:
-        """Tokens of KV that slots 1, 2, ... should have for all of it, and the least that does for
-        all but prompts that cuDNN computes."""
-        least = int(self._chunk.starts[0] + self._chunk.counts[0])
-        if self._prompt is not None:
-            least = max(least, LEAST_PROMPT_TOKENS)
-        most = self.round_prompts.lengths() or [0]
-        return [max(most[0], least), *most[1:]], [least]
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens of KV that the first slot should have."""
+        longest = int(self._chunk.starts[0] + self._chunk.counts[0])
+        return longest if self._prompt is None else max(longest, LEAST_PROMPT_TOKENS)
 
-    def run(self, num_slots: int, on_stage: OnStage) -> float:
+    def run(self, on_stage: OnStage, *, has_kv: bool) -> float:
         """Compile or load the kernels, and take the device's memory for activations.
 
         Args:
-            num_slots: slots that have KV as `lengths` says; none for no attention at all.
             on_stage: told how many kernels are compiled.
+            has_kv: whether the first slot has that KV; otherwise, no attention is run.
 
         Returns: seconds that a token of the largest step takes.
         """
         with compiled_together(self._device, partial(on_stage, "kernels")):
             self._kv.rehearse()
             self._run_padding(self._model.rehearsal())
-            self._attend_chunk(num_slots)
+            if has_kv:
+                self._attend_chunk()
         self._kv.rehearse()
         step_s = self._run_padding(self._model)
-        self._attend_chunk(num_slots)
-        if num_slots:
+        if has_kv:
+            self._attend_chunk()
             # Its intermediate results are memory that the largest step needs.
             zero = np.array([0])
             self._recur(Spans.make(zero + 1, zero, zero + self._num_tokens))
         return step_s / self._num_tokens
-
-    def plan_round_prompts(self, num_slots: int) -> None:
-        """Have cuDNN build its plans; chunks of shapes that have none are not handed to it."""
-        steps = self.round_prompts.steps() if num_slots >= len(self.lengths()[0]) else []
-        if not steps:
-            self.round_prompts = RoundPrompts(0, 0)
-        for spans in steps:
-            self._attend(spans, self.round_prompts.keys(spans))
 
     def seconds_of(self, work: Callable[[], None]) -> float:
         """Seconds from the launch of some work to its end: the shorter one of two runs."""
@@ -227,10 +215,8 @@ class WarmUp:
             )
         return step_s
 
-    def _attend_chunk(self, num_slots: int) -> None:
-        """Run the chunk and the prompt, and attention alone, all without cuDNN."""
-        if not num_slots:
-            return
+    def _attend_chunk(self) -> None:
+        """Run the chunk and the prompt, and attention alone."""
         for spans in (self._chunk, self._prompt):
             if spans is not None:
                 rows = Rows.of(spans, 0, self._device)
@@ -239,8 +225,8 @@ class WarmUp:
                 self._model.forward(batch, self._kv.view(rows))
         self._attend(self._chunk)
 
-    def _attend(self, spans: Spans, cudnn_keys: IntArray | None = None) -> None:
-        view = self._kv.view(Rows.of(spans, 0, self._device, cudnn_keys=cudnn_keys))
+    def _attend(self, spans: Spans) -> None:
+        view = self._kv.view(Rows.of(spans, 0, self._device))
         for attention in self._attentions:
             shape = (spans.num_tokens, attention.num_heads, attention.key_dim)
             view.attend(

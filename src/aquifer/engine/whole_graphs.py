@@ -6,8 +6,8 @@ of attention read on the device which rows decode and which are of chunks, from 
 length that the host fills before each run. So these graphs are launched at once.
 
 What is launched does not shrink with the step: there are as many programs as the largest lists
-need, and those without work end at once. Therefore only for short steps, with few chunks, and
-nothing for cuDNN. Recurrences are not in it.
+need, and those without work end at once. Therefore only for short steps, with few chunks.
+Recurrences are not in it.
 """
 
 from __future__ import annotations
@@ -130,9 +130,8 @@ class StepLayout:
             spans.offsets[chunks],
             padded.ravel(),
         ]
-        none_for_cudnn = np.zeros_like(starts)
         for tiling in self._tilings:
-            programs, merges = plan_work(starts, counts, none_for_cudnn, tiling)
+            programs, merges = plan_work(starts, counts, tiling)
             values += [programs.ravel(), merges]
         packed = np.zeros(self.num_elements, np.int64)
         first = 0
@@ -148,7 +147,7 @@ class StepLayout:
         none = np.zeros(0, np.int64)
         spans = Spans.make(none, none, none)
         sampling = np.zeros((3, 0), np.int64)
-        return self.pack(ChunkStep(spans, 0, none, none, none, sampling, none))
+        return self.pack(ChunkStep(spans, 0, none, none, none, sampling))
 
 
 class WholeGraphs:
@@ -187,15 +186,14 @@ class WholeGraphs:
         """The captured numbers of tokens, ascending."""
         return tuple(sorted(self._captured))
 
-    def size_of(self, spans: Spans, num_decodes: int, cudnn_keys: IntArray) -> int | None:
+    def size_of(self, spans: Spans, num_decodes: int) -> int | None:
         """The least captured number of tokens that a step fits in; None if it does not fit.
 
         Args:
-            spans: this and the others as in `ChunkStep`.
+            spans: as in `ChunkStep`.
             num_decodes: likewise.
-            cudnn_keys: likewise.
         """
-        if len(spans.slots) - num_decodes > MOST_CHUNKS or cudnn_keys.any():
+        if len(spans.slots) - num_decodes > MOST_CHUNKS:
             return None
         num_tokens = spans.num_tokens
         return min((size for size in self._captured if size >= num_tokens), default=None)

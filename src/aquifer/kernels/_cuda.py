@@ -1,9 +1,10 @@
 """Kernels in CUDA C++, compiled by NVRTC at first use, for what Triton cannot express.
 
-That is blocks of a cluster that read each other's shared memory, and copies to shared memory that
-are begun before a kernel waits for its predecessor. Such a kernel keeps the rules of `_triton.py`,
-is launched with `_triton.launch`, and is compiled with the others by `compiled_together`. What was
-compiled is kept on disk, in the folder where Triton keeps what it compiles.
+That is blocks of a cluster that read each other's shared memory, copies to shared memory that are
+begun before a kernel waits for its predecessor, and warps of one block with different work. Such a
+kernel keeps the rules of `_triton.py`, is launched with `_triton.launch`, and is compiled with the
+others by `compiled_together`. What was compiled is kept on disk, in the folder where Triton keeps
+what it compiles.
 
 NVRTC comes with PyTorch for CUDA. Sources are files of this package that include nothing.
 """
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 
 from aquifer.kernels._launch import Blocks, DirectLaunch, LoadedKernel, bits
+from aquifer.kernels._tensor_map import TensorMap
 from aquifer.kernels._triton import (
     compilations,
     compile_later,
@@ -44,8 +46,9 @@ class CudaError(RuntimeError):
 
 
 @cache
-def has_clusters(device: torch.device) -> bool:
-    """Whether kernels with clusters of large blocks can be compiled for a device: Hopper and later.
+def has_large_blocks(device: torch.device) -> bool:
+    """Whether kernels with clusters, and with blocks that have `MOST_SHARED_BYTES`, can be compiled
+    for a device: Hopper and later.
 
     A warning is logged where that fails only for want of NVRTC.
     """
@@ -59,7 +62,7 @@ def has_clusters(device: torch.device) -> bool:
 
         known = _call(nvrtc.nvrtcGetSupportedArchs)
     except (ImportError, RuntimeError) as error:
-        _log.warning("decode attention of few sequences is slower, for want of NVRTC: %s", error)
+        _log.warning("attention is slower, for want of NVRTC: %s", error)
         return False
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor in known
@@ -75,9 +78,11 @@ class CudaKernel:
         num_threads: threads of a block.
         cluster: blocks of a cluster, neighbours in the grid's first dimension.
         shared_bytes: dynamic shared memory of a block.
+        of_this_alone: whether it has instructions of this compute capability alone, and of no later
+            one.
 
-    The function's name is that of the file. Pointers and integers are 64 bits wide, and other
-    numbers are floats.
+    The function's name is that of the file. Pointers and integers are 64 bits wide, other numbers
+    are floats, and tensor maps are passed by value.
     """
 
     def __init__(
@@ -89,6 +94,7 @@ class CudaKernel:
         num_threads: int,
         cluster: int,
         shared_bytes: int,
+        of_this_alone: bool = False,
     ) -> None:
         self._file = file
         self._options = tuple(f"--define-macro={name}={value}" for name, value in macros.items())
@@ -96,6 +102,7 @@ class CudaKernel:
         self._num_threads = num_threads
         self._cluster = cluster
         self._shared_bytes = shared_bytes
+        self._suffix = "a" if of_this_alone else ""
         self._function: Any = None
         self._building = threading.Lock()
 
@@ -120,14 +127,19 @@ class CudaKernel:
 
         return run
 
-    def prepared(self, grid: tuple[int, ...], values: Sequence[int | float]) -> DirectLaunch:
+    def prepared(self, grid: tuple[int, ...], values: Sequence[float | TensorMap]) -> DirectLaunch:
         """A launch with this grid and these arguments, addresses in place of tensors.
 
         Pre-condition: it has been launched before.
         """
         overlaps = launch_options(self._device)["overlaps"]
         kernel = self._loaded(overlaps, threading.get_ident())
-        parameters = [bits(value, is_float=isinstance(value, float)) for value in values]
+        parameters = [
+            value
+            if isinstance(value, TensorMap)
+            else bits(value, is_float=isinstance(value, float))
+            for value in values
+        ]
         return DirectLaunch(kernel, grid, parameters, range(len(parameters)))
 
     @lru_cache(maxsize=64)  # noqa: B019 - kernels are never dropped
@@ -144,7 +156,11 @@ class CudaKernel:
                 return
             compilations.count += 1
             major, minor = torch.cuda.get_device_capability(self._device)
-            options = (f"--gpu-architecture=sm_{major}{minor}", "--std=c++17", *self._options)
+            options = (
+                f"--gpu-architecture=sm_{major}{minor}{self._suffix}",
+                "--std=c++17",
+                *self._options,
+            )
             with torch.cuda.device(self._device):
                 module = _call(driver.cuModuleLoadData, compiled(self._file, options))
             name = self._file.partition(".")[0].encode()

@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
+from aquifer.kernels._tensor_map import TensorMap
+
 _INTEGERS = {"i1", "i8", "i16", "i32", "i64", "u1", "u8", "u16", "u32", "u64"}
 """Triton's names of parameters that are read as integers, and "*" begins that of an address."""
 
@@ -32,7 +34,7 @@ class Repeatable(Protocol):
     """A launch whose arguments can be changed."""
 
     def put(self, index: int, address: int) -> None:
-        """Replace the argument at this index by an address."""
+        """Replace the argument at this index by an address, or the address in a tensor map."""
 
     def run(self, stream: int) -> None:
         """Launch it on a stream, by its handle."""
@@ -113,7 +115,8 @@ class DirectLaunch:
     Args:
         kernel: the kernel.
         grid: number of blocks, in one to three dimensions.
-        parameters: the parameters, each as the integer that has their bytes.
+        parameters: the parameters, each as the integer that has their bytes, or a tensor map of
+            this launch alone.
         places: the parameter of each argument; None for an argument that is compiled in.
     """
 
@@ -121,14 +124,21 @@ class DirectLaunch:
         self,
         kernel: LoadedKernel,
         grid: tuple[int, ...],
-        parameters: Sequence[int],
+        parameters: Sequence[int | TensorMap],
         places: Sequence[int | None],
     ) -> None:
         self._kernel = kernel
         self._grid = _three(grid)
-        self._parameters = (ctypes.c_uint64 * len(parameters))(*parameters)
+        self._maps = {
+            place: value for place, value in enumerate(parameters) if isinstance(value, TensorMap)
+        }
+        self._parameters = (ctypes.c_uint64 * len(parameters))(
+            *(0 if isinstance(value, TensorMap) else value for value in parameters)
+        )
         first = ctypes.addressof(self._parameters)
-        addresses = range(first, first + 8 * len(parameters), 8)
+        addresses = [*range(first, first + 8 * len(parameters), 8)]
+        for place, map_ in self._maps.items():
+            addresses[place] = map_.pointer
         self._pointers = (ctypes.c_void_p * len(parameters))(*addresses)
         self._pointer = ctypes.addressof(self._pointers)
         self._places = places
@@ -136,7 +146,9 @@ class DirectLaunch:
     def put(self, index: int, address: int) -> None:
         """See `Repeatable.put`; nothing where the argument is compiled in."""
         place = self._places[index]
-        if place is not None:
+        if place in self._maps:
+            self._maps[place].move(address)
+        elif place is not None:
             self._parameters[place] = address
 
     def run(self, stream: int) -> None:
@@ -155,7 +167,7 @@ def repeatable(compiled: Any, grid: tuple[int, ...], values: list[Any]) -> Repea
     Args:
         compiled: what `kernel[grid](...)` returned: Triton's kernel, or a `_cuda.CudaKernel`.
         grid: number of programs.
-        values: all of the kernel's arguments, addresses in place of tensors.
+        values: all of the kernel's arguments, addresses in place of tensors; tensor maps are kept.
     """
     prepared = getattr(compiled, "prepared", None)
     if prepared is not None:

@@ -74,6 +74,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from aquifer.kernels._launch import Repeatable, repeatable
+from aquifer.kernels._tensor_map import TensorMap
 
 if TYPE_CHECKING:
     triton: Any
@@ -195,16 +196,13 @@ class Recording:
             self._is_repeatable = False
             return
         self._kept.append(arguments)
-        values = [
-            argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
-            for argument in arguments
-        ]
-        repeated = repeatable(compiled, grid, values)
+        repeated = repeatable(compiled, grid, [_value(argument) for argument in arguments])
         self.launches.append(repeated)
         self._places += [
             (repeated, index, *place)
-            for index, (value, argument) in enumerate(zip(values, arguments, strict=True))
-            if isinstance(argument, torch.Tensor) and (place := self._place(value)) is not None
+            for index, argument in enumerate(arguments)
+            if (address := _address(argument)) is not None
+            and (place := self._place(address)) is not None
         ]
 
     def _place(self, address: int) -> tuple[int, int] | None:
@@ -243,6 +241,20 @@ class Recording:
             launch_.put(index, addresses[which] + num_bytes)
         for launch_ in self.launches:
             launch_.run(self._stream)
+
+
+def _address(argument: Any) -> int | None:
+    """The address that an argument of a launch stands for, if any."""
+    if isinstance(argument, torch.Tensor):
+        return argument.data_ptr()
+    return argument.address if isinstance(argument, TensorMap) else None
+
+
+def _value(argument: Any) -> Any:
+    """What a repeatable launch takes for an argument."""
+    if isinstance(argument, torch.Tensor):
+        return argument.data_ptr()
+    return argument.copy() if isinstance(argument, TensorMap) else argument
 
 
 def _first_row_bytes(rows: torch.Tensor) -> int:

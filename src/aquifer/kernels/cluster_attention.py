@@ -28,7 +28,7 @@ from functools import cache
 
 import torch
 
-from aquifer.kernels._cuda import MOST_SHARED_BYTES, CudaKernel, has_clusters
+from aquifer.kernels._cuda import MOST_SHARED_BYTES, CudaKernel, has_large_blocks
 from aquifer.kernels._triton import count_multiprocessors, launch
 
 ROWS = range(2, 9)
@@ -72,7 +72,7 @@ def fits(query: torch.Tensor, values: torch.Tensor) -> bool:
         and head_dim in _HEAD_DIMS
         and query.dtype == values.dtype
         and query.dtype in _DTYPES
-        and has_clusters(query.device)
+        and has_large_blocks(query.device)
     )
 
 

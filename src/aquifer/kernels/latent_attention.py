@@ -61,15 +61,12 @@ from aquifer.kernels.decode_attention import (
     launch_merge,
 )
 from aquifer.kernels.prefill_attention import (
-    MIN_SPLIT_KEYS,
-    DeviceSpans,
     PrefillSpans,
-    launch_merge_splits,
-    partial_results,
     prefill_attention,
     prefill_attention_reference,
 )
-from aquifer.kernels.prefill_work import PROGRAM_COLUMNS, Tiling
+from aquifer.kernels.prefill_merge import DeviceSpans, make_partials, merge_partials
+from aquifer.kernels.prefill_work import MIN_SPLIT_KEYS, PROGRAM_COLUMNS, Tiling
 
 _LOG2_E = 1.4426950408889634
 
@@ -418,7 +415,7 @@ def _run_prefill(
             num_splits=num_splits,
         )
     )
-    partials, lse = partial_results(work, num_groups, config.block_rows, out)
+    partials = make_partials(work, num_groups, config.block_rows, out)
     # Neighbouring programs read the same tokens.
     launch(
         _latent_prefill_kernel,
@@ -431,8 +428,8 @@ def _run_prefill(
         spans.device_starts,
         spans.device_offsets,
         out,
-        partials,
-        lse,
+        partials.sums,
+        partials.lse,
         scale * _LOG2_E,
         query.stride(0),
         query.stride(1),
@@ -454,7 +451,7 @@ def _run_prefill(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    launch_merge_splits(work, partials, lse, spans, None, out, heads_per_program=heads_per_program)
+    merge_partials(work, partials, spans, None, out, heads_per_program=heads_per_program)
 
 
 def _check(query: torch.Tensor, keys: torch.Tensor, out: torch.Tensor, scale: float) -> None:

@@ -1,15 +1,14 @@
 """Prefill attention: causal attention of prompt chunks over all KV, for either KV layout.
 
 A span is a chunk: `count` new tokens of one sequence, after `start` earlier ones. Their keys and
-values are in the KV cache already. There are two paths, for different keys of a span:
+values are in the KV cache already. All spans of a step are computed in one launch, of one of two
+kernels:
 
-1. **cuDNN** (`cudnn_attention.py`), the fastest kernel for large chunks on Hopper, over strided
-   views of contiguous KV. It takes chunks of few lengths, and parts of long prefixes of any chunk.
-2. **A Triton kernel** (FlashAttention-2) for all else, of all spans together, in one launch. Where
-   cuDNN takes a part of the prefix, it begins behind that, and gives the log-sum-exp to merge by.
+1. **On Hopper, over contiguous KV**, a kernel in CUDA C++ (`hopper_prefill.py`), for heads of up to
+   128 elements in 16-bit types, without softcap, sinks and ALiBi.
+2. **A Triton kernel** (FlashAttention-2) for all else.
 
-In the Triton kernel, a program handles the queries of a few tokens and of `heads_per_program` heads
-that share a KV head:
+A program handles the queries of a few tokens and of `heads_per_program` heads that share a KV head:
 
     rows of a program   token 0: head 0, head 1, ...   token 1: head 0, head 1, ...   ...
 
@@ -22,7 +21,7 @@ iterates over the keys in tiles; only tiles on the diagonal and at the window's 
 Which program takes which tokens is in lists that the host makes (`prefill_work.py`). A short chunk
 after a long prefix, such as the next turn of a conversation, has few programs with many keys each.
 Their keys are then split over several programs, and a second kernel merges the partial results by
-their log-sum-exp (FlashDecoding).
+their log-sum-exp (`prefill_merge.py`).
 
 Shapes throughout: `keys` and `values` are [blocks, block_size, kv_heads, dim]; the last stride is
 1, the others are any. Paged: `tables` [slots, max_blocks] are the block tables, a slot's blocks in
@@ -34,7 +33,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -53,47 +51,22 @@ from aquifer.kernels._triton import (
 )
 from aquifer.kernels.alibi import load_slopes, with_alibi
 from aquifer.kernels.attention import attention_contiguous, attention_paged
-from aquifer.kernels.cudnn_attention import (
-    Call,
-    calls_of,
-    cudnn_takes,
-    has_own_plans,
-    keys_of,
-    run_cudnn,
-    run_cudnn_once,
+from aquifer.kernels.hopper_prefill import fits, hopper_prefill
+from aquifer.kernels.prefill_merge import DeviceSpans, make_partials, merge_partials
+from aquifer.kernels.prefill_work import (
+    MIN_SPLIT_KEYS,
+    PROGRAM_COLUMNS,
+    Tiling,
+    Work,
+    plan_work,
 )
-from aquifer.kernels.prefill_work import PROGRAM_COLUMNS, Tiling, Work, plan_work
 from aquifer.kernels.sinks import load_sinks, softmax_with_sinks
 from aquifer.memory.transfer import upload
-
-MIN_SPLIT_KEYS = 256
-"""Minimum number of keys of a split: with fewer, merging costs more than it saves."""
 
 _PROGRAMS_PER_MULTIPROCESSOR = 2
 """Programs of the Triton kernel resident on an SM, at the default configs for 16-bit types."""
 
-_MERGE_ROWS = 8
-
 _LOG2_E = 1.4426950408889634
-
-
-class DeviceSpans(Protocol):
-    """The chunks of one step for our own kernel: what it reads of them, on the device."""
-
-    @property
-    def device_slots(self) -> torch.Tensor:
-        """[n] int64; this and the next two as in `PrefillSpans`."""
-
-    @property
-    def device_starts(self) -> torch.Tensor:
-        """[n] int64."""
-
-    @property
-    def device_offsets(self) -> torch.Tensor:
-        """[n + 1] int64."""
-
-    def work(self, tiling: Tiling) -> Work:
-        """The lists of a launch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,21 +81,17 @@ class PrefillSpans:
     slots: list[int]  # [n]
     starts: list[int]  # [n], tokens before the chunk
     offsets: list[int]  # [n + 1]
-    cudnn_keys: list[int]  # [n], keys for cuDNN where it can take them, see `keys_of`
     device_slots: torch.Tensor  # [n] int64
     device_starts: torch.Tensor  # [n] int64
     device_offsets: torch.Tensor  # [n + 1] int64
-    device_cudnn_keys: torch.Tensor  # [n] int64
     _works: dict[Tiling, Work] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(
         cls, slots: list[int], starts: list[int], offsets: list[int], device: torch.device
     ) -> PrefillSpans:
-        """The chunks in these lists, copied to a device. cuDNN may build plans for them."""
-        counts = (end - begin for begin, end in _pairs(offsets))
-        cudnn_keys = [keys_of(*chunk) for chunk in zip(starts, counts, strict=True)]
-        lists = slots, starts, offsets, cudnn_keys
+        """The chunks in these lists, copied to a device."""
+        lists = slots, starts, offsets
         on_device = [torch.tensor(part, dtype=torch.int64, device=device) for part in lists]
         return cls(*lists, *on_device)
 
@@ -135,8 +104,7 @@ class PrefillSpans:
         """The lists of a launch; made, and copied to the device, for the first one of a kind."""
         work = self._works.get(tiling)
         if work is None:
-            places = np.array(self.starts), np.diff(self.offsets), np.array(self.cudnn_keys)
-            programs, merges = plan_work(*places, tiling)
+            programs, merges = plan_work(np.array(self.starts), np.diff(self.offsets), tiling)
             both = upload(np.concatenate((programs.ravel(), merges)), self.device_slots.device)
             on_device = both.split([programs.size, merges.size])
             num_partials = len(programs) if len(merges) else 0
@@ -145,19 +113,16 @@ class PrefillSpans:
         return work
 
     def alone(self, index: int) -> PrefillSpans:
-        """One of the chunks, without earlier tokens, as if its sequence were in slot 0. Not for
-        cuDNN."""
+        """One of the chunks, without earlier tokens, as if its sequence were in slot 0."""
         assert self.starts[index] == 0
         zero = self.device_starts[index : index + 1]
         return PrefillSpans(
             slots=[0],
             starts=[0],
             offsets=self.offsets[index : index + 2],
-            cudnn_keys=[0],
             device_slots=zero,
             device_starts=zero,
             device_offsets=self.device_offsets[index : index + 2],
-            device_cudnn_keys=zero,
         )
 
 
@@ -253,7 +218,6 @@ def prefill_attention(
     spans: PrefillSpans,
     out: torch.Tensor | None = None,
     *,
-    in_place: bool = True,
     scale: float,
     window_tokens: int | None = None,
     softcap: float | None = None,
@@ -273,8 +237,6 @@ def prefill_attention(
         spans: the chunks.
         out: [tokens, heads, value_dim]; only the rows of the spans are overwritten. None for a new
             tensor.
-        in_place: whether results must be in `out`, if it is given. Else a new tensor may have them,
-            which saves a copy where cuDNN takes all chunks in one call.
         scale: factor on the dot products, positive.
         window_tokens: attend only to this many latest tokens, the own one included.
         softcap: limit scores to (-softcap, softcap) with tanh before the softmax.
@@ -284,59 +246,13 @@ def prefill_attention(
     Returns:
         `out`, or a new tensor, in which rows outside the spans are undefined.
     """
-    takes_cudnn = (
-        tables is None
-        and softcap is None
-        and sinks is None
-        and slopes is None
-        and cudnn_takes(query, keys, values)
-    )
-    calls: list[Call] = []
-    if takes_cudnn:
-        places = spans.slots, spans.starts, spans.offsets, spans.cudnn_keys
-        is_batchable = has_own_plans(keys.stride(0), values.stride(0))
-        calls = list(calls_of(*places, window_tokens, is_batchable=is_batchable))
-        may_be_new = out is None or not in_place
-        if may_be_new and len(calls) == 1 and calls[0].is_whole and calls[0].start == 0:
-            (call,) = calls
-            if call.num_seqs * call.count == len(query):
-                return run_cudnn_once(query, keys, values, call, scale)
     if out is None:
         out = query.new_empty(*query.shape[:2], values.shape[3])
     _check(query, keys, values, spans, out, scale, sinks, slopes)
     if not spans.slots:
         return out
-    if not runs_triton(query):
-        _on_cpu(
-            query, keys, values, tables, spans, out, scale, window_tokens, softcap, sinks, slopes
-        )
-        return out
-    row_lse: torch.Tensor | None = None
-    if takes_cudnn:
-        row_lse = query.new_empty(query.shape[1], len(query), dtype=torch.float32)
-    if not takes_cudnn or not all(call.is_whole for call in calls):
-        config = default_config(query.shape[2], out.shape[2], query.dtype, paged=tables is not None)
-        assert all(call.is_whole or call.keys % config.block_keys == 0 for call in calls)
-        run_triton(
-            query,
-            keys,
-            values,
-            tables,
-            spans,
-            out,
-            row_lse,
-            spans.device_cudnn_keys,
-            config=config,
-            scale=scale,
-            window_tokens=window_tokens,
-            softcap=softcap,
-            sinks=sinks,
-            slopes=slopes,
-        )
-    for call in calls:
-        if call.keys:
-            assert row_lse is not None
-            run_cudnn(query, keys, values, out, row_lse, call, scale)
+    run = _run if runs_triton(query) else _on_cpu
+    run(query, keys, values, tables, spans, out, scale, window_tokens, softcap, sinks, slopes)
     return out
 
 
@@ -354,24 +270,11 @@ def prefill_attention_fixed(
     sinks: torch.Tensor | None = None,
     slopes: torch.Tensor | None = None,
 ) -> None:
-    """`prefill_attention` by our own kernel alone, of chunks that only the device knows.
+    """`prefill_attention` of chunks that only the device knows.
 
     Not on a CPU, where the host is the device.
     """
-    run_triton(
-        query,
-        keys,
-        values,
-        tables,
-        spans,
-        out,
-        config=default_config(query.shape[2], out.shape[2], query.dtype, paged=tables is not None),
-        scale=scale,
-        window_tokens=window_tokens,
-        softcap=softcap,
-        sinks=sinks,
-        slopes=slopes,
-    )
+    _run(query, keys, values, tables, spans, out, scale, window_tokens, softcap, sinks, slopes)
 
 
 def prefill_attention_triton(
@@ -393,7 +296,7 @@ def prefill_attention_triton(
     """`prefill_attention` with all spans in the Triton kernel, by `config` and `num_splits`."""
     _check(query, keys, values, spans, out, scale, sinks, slopes)
     if spans.slots:
-        run_triton(
+        _run_triton(
             query,
             keys,
             values,
@@ -476,15 +379,47 @@ def _on_cpu(
         )
 
 
-def run_triton(
+def _run(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     tables: torch.Tensor | None,
     spans: DeviceSpans,
     out: torch.Tensor,
-    row_lse: torch.Tensor | None = None,
-    cudnn_keys: torch.Tensor | None = None,
+    scale: float,
+    window_tokens: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    slopes: torch.Tensor | None,
+) -> None:
+    """Write the rows of all spans, with the fastest kernel for them."""
+    is_plain = tables is None and softcap is None and sinks is None and slopes is None
+    if is_plain and fits(query, keys, values, out):
+        hopper_prefill(query, keys, values, spans, out, scale=scale, window_tokens=window_tokens)
+        return
+    _run_triton(
+        query,
+        keys,
+        values,
+        tables,
+        spans,
+        out,
+        config=default_config(query.shape[2], out.shape[2], query.dtype, paged=tables is not None),
+        scale=scale,
+        window_tokens=window_tokens,
+        softcap=softcap,
+        sinks=sinks,
+        slopes=slopes,
+    )
+
+
+def _run_triton(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor | None,
+    spans: DeviceSpans,
+    out: torch.Tensor,
     *,
     config: Config,
     num_splits: int | None = None,
@@ -494,28 +429,7 @@ def run_triton(
     sinks: torch.Tensor | None,
     slopes: torch.Tensor | None,
 ) -> None:
-    """Write the rows of all spans, except those of which cuDNN takes all keys.
-
-    Args:
-        query: this and the following tensors as in `prefill_attention`.
-        keys: likewise.
-        values: likewise.
-        tables: likewise.
-        spans: likewise.
-        out: likewise.
-        row_lse: [heads, tokens] float32, contiguous; None where cuDNN takes no keys. Else the
-            kernel leaves `cudnn_keys` to it, and writes the natural logarithm of the sum of
-            exp(score) over all other keys to the rows of the spans.
-        cudnn_keys: [spans] int64, see `PrefillSpans`.
-        config: tiling of the work.
-        num_splits: number of programs that share the keys of a query; by default as many as fill
-            the device.
-        scale: as in `prefill_attention`.
-        window_tokens: likewise.
-        softcap: likewise.
-        sinks: likewise.
-        slopes: likewise.
-    """
+    """Write the rows of all spans with the Triton kernel."""
     num_heads, key_dim = query.shape[1:]
     _, block_size, num_kv_heads, value_dim = values.shape
     group = num_heads // num_kv_heads
@@ -528,11 +442,10 @@ def run_triton(
             room=num_resident // num_groups,
             least_keys=MIN_SPLIT_KEYS,
             window_tokens=window_tokens,
-            leaves_keys=row_lse is not None,
             num_splits=num_splits,
         )
     )
-    partials, lse = partial_results(work, num_groups, config.block_rows, out)
+    partials = make_partials(work, num_groups, config.block_rows, out)
     # Neighbouring programs read the same tokens.
     launch(
         _prefill_attention_kernel,
@@ -545,13 +458,11 @@ def run_triton(
         spans.device_slots,
         spans.device_starts,
         spans.device_offsets,
-        None if row_lse is None else cudnn_keys,
         sinks,
         slopes,
         out,
-        row_lse,
-        partials,
-        lse,
+        partials.sums,
+        partials.lse,
         # Scores are in powers of two, except with a softcap, which needs the score itself.
         scale if softcap is not None else scale * _LOG2_E,
         query.stride(0),
@@ -565,7 +476,6 @@ def run_triton(
         0 if tables is None else tables.stride(0),
         out.stride(0),
         out.stride(1),
-        len(query),
         group=group,
         heads_per_program=heads_per_program,
         block_rows=config.block_rows,
@@ -580,86 +490,11 @@ def run_triton(
         min_split_keys=max(MIN_SPLIT_KEYS, config.block_keys),
         window_tokens=window_tokens,
         has_sinks=sinks is not None,
-        has_cudnn=row_lse is not None,
         num_columns=PROGRAM_COLUMNS,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    launch_merge_splits(
-        work, partials, lse, spans, sinks, out, heads_per_program=heads_per_program, row_lse=row_lse
-    )
-
-
-def partial_results(
-    work: Work, num_groups: int, block_rows: int, out: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Allocate partial results, and their log-sum-exp in powers of two, both float32.
-
-    Args:
-        work: of the launch; without splits, both are empty.
-        num_groups: programs for each entry of it.
-        block_rows: rows of a program.
-        out: [tokens, heads, value_dim], the result.
-
-    Returns: [programs, block_rows, value_dim] and [programs, block_rows].
-    """
-    shape = (work.num_partials * num_groups, block_rows)
-    partials = torch.empty((*shape, out.shape[2]), dtype=torch.float32, device=out.device)
-    return partials, torch.empty(shape, dtype=torch.float32, device=out.device)
-
-
-def launch_merge_splits(
-    work: Work,
-    partials: torch.Tensor,
-    lse: torch.Tensor,
-    spans: DeviceSpans,
-    sinks: torch.Tensor | None,
-    out: torch.Tensor,
-    *,
-    heads_per_program: int,
-    row_lse: torch.Tensor | None = None,
-) -> None:
-    """Merge the partial results of splits, if there are any.
-
-    Args:
-        work: of the launch that left them.
-        partials: see `partial_results`.
-        lse: likewise.
-        spans: the chunks.
-        sinks: [heads] or None.
-        out: [tokens, heads, value_dim]; the rows that have splits are overwritten.
-        heads_per_program: heads that a program's rows are of.
-        row_lse: as in `run_triton`.
-    """
-    if not len(work.merges):
-        return
-    num_heads, value_dim = out.shape[1:]
-    block_rows = partials.shape[1]
-    merge_rows = min(_MERGE_ROWS, block_rows)
-    launch(
-        _merge_splits_kernel,
-        (num_heads // heads_per_program * (block_rows // merge_rows), len(work.merges)),
-        partials,
-        lse,
-        work.programs,
-        work.merges,
-        spans.device_offsets,
-        sinks,
-        out,
-        row_lse,
-        out.stride(0),
-        out.stride(1),
-        len(out),
-        heads_per_program=heads_per_program,
-        block_rows=block_rows,
-        value_dim=value_dim,
-        value_dim_pow2=pow2(value_dim),
-        merge_rows=merge_rows,
-        has_sinks=sinks is not None,
-        has_row_lse=row_lse is not None,
-        num_columns=PROGRAM_COLUMNS,
-        num_warps=4,
-    )
+    merge_partials(work, partials, spans, sinks, out, heads_per_program=heads_per_program)
 
 
 def _pairs(offsets: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -788,7 +623,7 @@ def _attend_tiles(
     return acc, total, top
 
 
-@jit_once(counts=("num_rows",), indices=("programs", "slots", "starts", "offsets", "cudnn_keys"))
+@jit_once(indices=("programs", "slots", "starts", "offsets"))
 def _prefill_attention_kernel(
     query: tensor,
     keys: tensor,
@@ -798,11 +633,9 @@ def _prefill_attention_kernel(
     slots: tensor,
     starts: tensor,
     offsets: tensor,
-    cudnn_keys: tensor,
     sinks: tensor,
     slopes: tensor,
     out: tensor,
-    row_lse: tensor,
     partials: tensor,
     lse: tensor,
     factor: tensor,
@@ -817,7 +650,6 @@ def _prefill_attention_kernel(
     table_stride: tensor,
     out_row_stride: tensor,
     out_head_stride: tensor,
-    num_rows: tensor,
     group: constexpr,
     heads_per_program: constexpr,
     block_rows: constexpr,
@@ -831,7 +663,6 @@ def _prefill_attention_kernel(
     softcap: constexpr,
     has_sinks: constexpr,
     has_slopes: constexpr,
-    has_cudnn: constexpr,
     min_split_keys: constexpr,
     num_columns: constexpr,
 ) -> None:
@@ -848,11 +679,6 @@ def _prefill_attention_kernel(
     first_row = tl.load(offsets + span)
     count = (tl.load(offsets + span + 1) - first_row).to(tl.int32)
     start = tl.load(starts + span).to(tl.int32)
-    first_key = start * 0
-    if has_cudnn:
-        first_key = tl.load(cudnn_keys + span).to(tl.int32)
-        if window_tokens is not None:
-            first_key = tl.where(start + count <= window_tokens, first_key, 0)
     slot = tl.load(slots + span).to(tl.int64)
     kv_head = (first_head // group).to(tl.int64)
 
@@ -872,17 +698,17 @@ def _prefill_attention_kernel(
     )  # [block_rows, key_dim]
 
     # At least one query of the program sees each of keys [begin_key, end_key); all queries see
-    # [full_begin, full_end). Keys before `first_key` are cuDNN's; it is a multiple of the tiles.
+    # [full_begin, full_end).
     first_position = start + first_token
     end_key = start + tl.minimum(first_token + block_tokens, count)
     full_end = (first_position + 1) // block_keys * block_keys
-    begin_key = first_key
-    first_tile = first_key
-    full_begin = first_key
+    begin_key = start * 0
+    first_tile = begin_key
+    full_begin = begin_key
     if window_tokens is not None:
-        begin_key = tl.maximum(first_position + 1 - window_tokens, first_key)
+        begin_key = tl.maximum(first_position + 1 - window_tokens, 0)
         first_tile = begin_key // block_keys * block_keys
-        full_begin = tl.maximum(end_key - window_tokens, first_key)
+        full_begin = tl.maximum(end_key - window_tokens, 0)
         full_begin = tl.cdiv(full_begin, block_keys) * block_keys
         full_begin = tl.minimum(full_begin, full_end)
 
@@ -934,7 +760,6 @@ def _prefill_attention_kernel(
         sink = load_sinks(sinks, head, is_row)
         total += tl.where(num_splits == 1, tl.exp2(sink - top), 0.0)
     # Rows that are not stored may have seen no key, and so may rows of a split.
-    ln_2: constexpr = 0.6931471805599453
     has_seen = total > 0
     total = tl.where(has_seen, total, 1.0)
     acc = acc / total[:, None]
@@ -946,9 +771,6 @@ def _prefill_attention_kernel(
             acc.to(out.dtype.element_ty),
             mask=is_stored,
         )
-        if has_cudnn:
-            log = (top + tl.log2(total)) * ln_2
-            tl.store(row_lse + head * num_rows + first_row + token, log, mask=is_row)
     else:
         partial = tl.program_id(1).to(tl.int64)
         partial_row = (partial * tl.num_programs(0) + tl.program_id(0)) * block_rows + row
@@ -958,78 +780,3 @@ def _prefill_attention_kernel(
             acc,
             mask=is_stored & has_seen[:, None],
         )
-
-
-@jit_once(counts=("num_rows",), indices=("programs", "merges", "offsets"))
-def _merge_splits_kernel(
-    partials: tensor,
-    lse: tensor,
-    programs: tensor,
-    merges: tensor,
-    offsets: tensor,
-    sinks: tensor,
-    out: tensor,
-    row_lse: tensor,
-    out_row_stride: tensor,
-    out_head_stride: tensor,
-    num_rows: tensor,
-    heads_per_program: constexpr,
-    block_rows: constexpr,
-    value_dim: constexpr,
-    value_dim_pow2: constexpr,
-    merge_rows: constexpr,
-    has_sinks: constexpr,
-    has_row_lse: constexpr,
-    num_columns: constexpr,
-) -> None:
-    """Merge the splits of `merge_rows` of the rows that one program would have without splits."""
-    row_parts: constexpr = block_rows // merge_rows
-    block_tokens: constexpr = block_rows // heads_per_program
-    num_groups = tl.num_programs(0) // row_parts
-    head_group = tl.program_id(0) // row_parts
-    first_partial = tl.load(merges + tl.program_id(1))
-    if first_partial < 0:
-        return
-    own = programs + first_partial * num_columns
-    span = tl.load(own).to(tl.int32)
-    first_token = tl.load(own + 1).to(tl.int32)
-    num_splits = tl.load(own + 3).to(tl.int32)
-    first_row = tl.load(offsets + span)
-    count = (tl.load(offsets + span + 1) - first_row).to(tl.int32)
-
-    row = tl.program_id(0) % row_parts * merge_rows + tl.arange(0, merge_rows)
-    token = first_token + row // heads_per_program
-    head = head_group * heads_per_program + row % heads_per_program
-    is_row = (row < block_tokens * heads_per_program) & (token < count)
-    dim = tl.arange(0, value_dim_pow2)
-    is_stored = is_row[:, None] & (dim < value_dim)[None, :]
-
-    top = tl.full([merge_rows], float("-inf"), tl.float32)
-    total = tl.zeros([merge_rows], tl.float32)
-    acc = tl.zeros([merge_rows, value_dim_pow2], tl.float32)
-    for split in range(num_splits):
-        partial_row = ((first_partial + split) * num_groups + head_group) * block_rows + row
-        part_lse = tl.load(lse + partial_row, mask=is_row, other=float("-inf"))
-        has_seen = part_lse > float("-inf")
-        part = tl.load(
-            partials + partial_row[:, None] * value_dim + dim[None, :],
-            mask=is_stored & has_seen[:, None],
-            other=0.0,
-        )  # [merge_rows, value_dim]
-        new_top = tl.maximum(top, part_lse)
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weight = tl.exp2(part_lse - base)
-        decay = tl.exp2(top - base)
-        total = total * decay + weight
-        acc = acc * decay[:, None] + part * weight[:, None]
-        top = new_top
-    if has_sinks:
-        total += tl.exp2(load_sinks(sinks, head, is_row) - top)
-    total = tl.where(total > 0, total, 1.0)
-    if has_row_lse:
-        ln_2: constexpr = 0.6931471805599453
-        log = (top + tl.log2(total)) * ln_2
-        tl.store(row_lse + head * num_rows + first_row + token, log, mask=is_row)
-    acc = acc / total[:, None]
-    out_rows = (first_row + token) * out_row_stride + head * out_head_stride
-    tl.store(out + out_rows[:, None] + dim[None, :], acc.to(out.dtype.element_ty), mask=is_stored)

@@ -27,6 +27,9 @@ IntArray = npt.NDArray[np.int64]
 PROGRAM_COLUMNS = 4
 NOTHING = -1
 
+MIN_SPLIT_KEYS = 256
+"""Minimum number of keys of a split: with fewer, merging costs more than it saves."""
+
 
 class Tiling(NamedTuple):
     """What a launch's lists depend on, apart from the chunks."""
@@ -35,8 +38,6 @@ class Tiling(NamedTuple):
     room: int  # programs that run at the same time, of each group of heads
     least_keys: int  # of a split
     window_tokens: int | None = None
-    # Whether this kernel leaves the first `PrefillSpans.cudnn_keys` of each span to cuDNN.
-    leaves_keys: bool = False
     num_splits: int | None = None  # of all programs; None for as many as there is room for
 
     def most_programs(self, num_tokens: int, num_spans: int) -> int:
@@ -58,34 +59,24 @@ class Work(NamedTuple):
     num_partials: int  # programs, from the first, among which are all that have a split
 
 
-def plan_work(
-    starts: IntArray, counts: IntArray, cudnn_keys: IntArray, tiling: Tiling
-) -> tuple[IntArray, IntArray]:
+def plan_work(starts: IntArray, counts: IntArray, tiling: Tiling) -> tuple[IntArray, IntArray]:
     """Make the lists of a launch.
 
     Args:
         starts: [spans], tokens before each chunk.
         counts: [spans], tokens of it, at least one.
-        cudnn_keys: [spans], its keys, from the first, that cuDNN takes if `tiling` leaves them.
         tiling: of the launch.
 
     Returns: programs [n, 4] and merges [m].
     """
-    ends = starts + counts
     window_tokens, block_tokens = tiling.window_tokens, tiling.block_tokens
-    first_keys = np.zeros_like(starts)
-    if tiling.leaves_keys:
-        first_keys = cudnn_keys
-        if window_tokens is not None:
-            first_keys = np.where(ends <= window_tokens, cudnn_keys, 0)
-    num_blocks = np.where(first_keys < ends, -(-counts // block_tokens), 0)
+    num_blocks = -(-counts // block_tokens)
     spans = np.repeat(np.arange(len(counts)), num_blocks)
     block = np.arange(len(spans)) - np.repeat(np.cumsum(num_blocks) - num_blocks, num_blocks)
     tokens = block * block_tokens
-    begins = first_keys[spans]
+    num_keys = starts[spans] + np.minimum(tokens + block_tokens, counts[spans])
     if window_tokens is not None:
-        begins = np.maximum(begins, starts[spans] + tokens + 1 - window_tokens)
-    num_keys = starts[spans] + np.minimum(tokens + block_tokens, counts[spans]) - begins
+        num_keys -= np.maximum(starts[spans] + tokens + 1 - window_tokens, 0)
     num_splits = choose_num_splits(num_keys, tiling)
     order = np.argsort(-num_keys, kind="stable")
     spans, tokens, num_splits = spans[order], tokens[order], num_splits[order]
@@ -107,8 +98,15 @@ def choose_num_splits(num_keys: IntArray, tiling: Tiling) -> IntArray:
     """
     if tiling.num_splits is not None:
         return np.full_like(num_keys, tiling.num_splits)
-    spare = tiling.room - len(num_keys)
-    if spare <= 0 or not len(num_keys):
+    room, num_blocks = tiling.room, len(num_keys)
+    if num_blocks >= room or not num_blocks:
         return np.ones_like(num_keys)
-    by_share = 1 + num_keys * spare // int(num_keys.sum())
-    return np.maximum(np.minimum(by_share, num_keys // tiling.least_keys), 1)
+    # Shares of the longest block are tried: a whole one, a half, a third, and so on. The shortest
+    # is chosen with which all blocks, cut into shares, are no more than there is room for.
+    longest = int(num_keys.max())
+    shares = -(-longest // np.arange(1, room - num_blocks + 2))
+    shares = shares[: max(np.count_nonzero(shares >= tiling.least_keys), 1)]
+    tried = -(-num_keys // shares[:, None])  # [shares, blocks]
+    chosen = np.count_nonzero(tried.sum(1) <= room) - 1
+    num_splits: IntArray = np.minimum(tried[chosen], num_keys // tiling.least_keys)
+    return np.maximum(num_splits, 1)

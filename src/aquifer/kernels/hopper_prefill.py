@@ -1,0 +1,186 @@
+"""Prefill attention on Hopper, over contiguous KV, at two thirds of the rate of its tensor cores.
+
+`hopper_prefill.cu` has what Triton has no means for, on these GPUs: warps of a block that do
+different things (FlashAttention-3, Shah et al. 2024, sections 3.1 and 3.2). A block has 12 warps:
+
+- **Eight** in two warpgroups compute: 64 rows of queries each, in tiles of 128 keys. Products of a
+  warpgroup run by themselves (WGMMA), with tiles in shared memory: while one warpgroup computes
+  the weights of its scores, the products of the other one run. In one warpgroup, the scores of a
+  tile are computed before the values of the tile before it are summed up.
+- **One** has the hardware copy tiles of keys and values (TMA), two of each ahead.
+- **Two** copy queries, and the last tile of a sequence: behind its end, pages may not be mapped.
+- **One** looks up what comes next.
+
+Each multiprocessor has one block, which takes one entry of the list of work after another
+(`prefill_work.py`). What an entry begins with, and ends with, is then beside other products. Rows
+are arranged as in `prefill_attention.py`: heads that share a KV head are neighbours.
+
+Measured in benchmarks/gpu/prefill_attention.json beside cuDNN, FlashAttention-2 and our kernel in
+Triton. That cuDNN's is slower, needs a plan for each shape, and takes the host some calls for a
+chunk after a prefix, is why it is not used.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import torch
+
+from aquifer.kernels._cuda import CudaKernel, has_large_blocks
+from aquifer.kernels._tensor_map import ALIGNMENT_BYTES, MOST_STRIDE_BYTES, tensor_map
+from aquifer.kernels._triton import MIN_DOT, count_multiprocessors, launch
+from aquifer.kernels.prefill_merge import DeviceSpans, make_partials, merge_partials
+from aquifer.kernels.prefill_work import MIN_SPLIT_KEYS, Tiling
+
+_DTYPES = torch.bfloat16, torch.float16
+_MOST_DIM = 128
+_CAPABILITY = 9, 0
+"""Its products are instructions of Hopper alone."""
+
+# As in the kernel.
+_BLOCK_ROWS = 128
+_TILE_KEYS = 128
+_TILE_DIM = 64
+_NUM_STAGES = 2
+_NUM_THREADS = 384
+_ALIGNED_BYTES = 1024
+
+_LOG2_E = math.log2(math.e)
+
+
+def fits(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> bool:
+    """Whether contiguous KV of these shapes can be attended to so.
+
+    Args:
+        query: [tokens, heads, dim].
+        keys: [slots, max_tokens, kv_heads, dim].
+        values: likewise.
+        out: [tokens, heads, dim].
+    """
+    head_dim = query.shape[2]
+    return (
+        query.dtype in _DTYPES
+        and query.dtype == keys.dtype == values.dtype == out.dtype
+        and head_dim <= _MOST_DIM
+        and head_dim == keys.shape[3] == values.shape[3]
+        and _is_hopper(query.device)
+        and keys.stride() == values.stride()
+        and keys.stride(0) * keys.itemsize < MOST_STRIDE_BYTES
+        and all(map(_is_aligned, (query, keys, values, out)))
+    )
+
+
+def _is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether each head begins at a multiple of 16 bytes, and is a multiple of 16 bytes long."""
+    elements = ALIGNMENT_BYTES // tensor.itemsize
+    distances = tensor.shape[-1], *tensor.stride()[:-1]
+    return (
+        tensor.data_ptr() % ALIGNMENT_BYTES == 0
+        and tensor.stride(-1) == 1
+        and all(distance % elements == 0 for distance in distances)
+    )
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return has_large_blocks(device) and torch.cuda.get_device_capability(device) == _CAPABILITY
+
+
+def hopper_prefill(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    spans: DeviceSpans,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    window_tokens: int | None = None,
+    num_splits: int | None = None,
+) -> None:
+    """Attend causally from each chunk to all KV of its sequence.
+
+    Reads no token of a sequence at or after the end of its chunk, nor before its window.
+    Pre-condition: `fits`.
+
+    Args:
+        query: [tokens, heads, dim].
+        keys: [slots, max_tokens, kv_heads, dim].
+        values: likewise.
+        spans: the chunks.
+        out: [tokens, heads, dim]; the rows of the spans are overwritten.
+        scale: factor on the dot products, positive.
+        window_tokens: attend only to this many latest tokens, the own one included.
+        num_splits: programs that share the keys of a query; None for as many as fill the device.
+    """
+    num_heads, head_dim = query.shape[1:]
+    group = num_heads // keys.shape[2]
+    heads_per_program = max(n for n in range(1, MIN_DOT + 1) if group % n == 0)
+    num_groups = num_heads // heads_per_program
+    num_blocks = count_multiprocessors(query.device)
+    work = spans.work(
+        Tiling(
+            block_tokens=_BLOCK_ROWS // heads_per_program,
+            room=num_blocks // num_groups,
+            least_keys=MIN_SPLIT_KEYS,
+            window_tokens=window_tokens,
+            num_splits=num_splits,
+        )
+    )
+    partials = make_partials(work, num_groups, _BLOCK_ROWS, out)
+    num_entries = len(work.programs)
+    is_half = query.dtype == torch.float16
+    tile = 1, _TILE_KEYS, 1, _TILE_DIM
+    launch(
+        _kernel(head_dim, group, heads_per_program, is_half, query.device),
+        (min(num_blocks, num_entries * num_groups),),
+        tensor_map(keys, tile),
+        tensor_map(values, tile),
+        query,
+        keys,
+        values,
+        work.programs,
+        spans.device_slots,
+        spans.device_starts,
+        spans.device_offsets,
+        out,
+        partials.sums,
+        partials.lse,
+        scale * _LOG2_E,
+        num_entries,
+        num_groups,
+        window_tokens or 0,
+        query.stride(0),
+        query.stride(1),
+        keys.stride(0) * keys.itemsize,
+        keys.stride(1) * keys.itemsize,
+        keys.stride(2) * keys.itemsize,
+        out.stride(0),
+        out.stride(1),
+    )
+    merge_partials(work, partials, spans, None, out, heads_per_program=heads_per_program)
+
+
+@cache
+def _kernel(
+    head_dim: int, group: int, heads_per_program: int, is_half: bool, device: torch.device
+) -> CudaKernel:
+    macros = {
+        "HEAD_DIM": head_dim,
+        "GROUP": group,
+        "HEADS": heads_per_program,
+        "LEAST_KEYS": MIN_SPLIT_KEYS,
+        "IS_HALF": int(is_half),
+    }
+    # Of queries, of results, and of each stage's keys and values.
+    num_tiles = 2 + 2 * _NUM_STAGES
+    padded_dim = -(-head_dim // _TILE_DIM) * _TILE_DIM
+    return CudaKernel(
+        "hopper_prefill.cu",
+        macros,
+        device,
+        num_threads=_NUM_THREADS,
+        cluster=1,
+        shared_bytes=_ALIGNED_BYTES + num_tiles * _TILE_KEYS * padded_dim * 2,
+        of_this_alone=True,
+    )
