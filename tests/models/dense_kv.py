@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from aquifer.cache.base import (
     AttentionOptions,
@@ -17,7 +16,6 @@ from aquifer.cache.base import (
     StateLayout,
 )
 from aquifer.cache.state_view import StateView, WithoutState
-from aquifer.kernels.linear import Matrix
 from aquifer.kernels.prefill_attention import PrefillSpans
 
 
@@ -88,11 +86,6 @@ class _DenseView:
 
     def whole_prompts(self) -> PrefillSpans | None:
         return None
-
-    def attend_linear(
-        self, layer: int, query: torch.Tensor, how: AttentionOptions, matrix: Matrix
-    ) -> torch.Tensor:
-        return F.linear(self.attend(layer, query, how).flatten(1), matrix.weight, matrix.bias)
 
     def attend(self, layer: int, query: torch.Tensor, how: AttentionOptions) -> torch.Tensor:
         keys, values = self._layers[layer]

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
 from tests.architectures import HYBRIDS, VOCAB_SIZE, save_tiny
@@ -30,7 +29,6 @@ from aquifer.cache.base import (
 )
 from aquifer.errors import ConfigError, UnsupportedModelError
 from aquifer.fields import Fields
-from aquifer.kernels.linear import Matrix
 from aquifer.models import plan_model
 from aquifer.models.base import ModelInput
 from aquifer.models.decoder import Decoder
@@ -357,13 +355,6 @@ class Cuts:
         self.counts.append(self._products.taken())
         result = self._view.attend(layer, query, how)
         self._products.taken()
-        return result
-
-    def attend_linear(
-        self, layer: int, query: torch.Tensor, how: AttentionOptions, matrix: Matrix
-    ) -> torch.Tensor:
-        result = F.linear(self.attend(layer, query, how).flatten(1), matrix.weight, matrix.bias)
-        self._products.taken()  # large steps launch it between the pieces
         return result
 
     def recur(self, layer: int, inputs: torch.Tensor, recurrence: Recurrence) -> torch.Tensor:

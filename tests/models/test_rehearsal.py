@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from tests.architectures import HYBRIDS, OUR_DECODER, save_tiny
 
 from aquifer.cache.base import AttentionOptions, Recurrence
 from aquifer.cache.layout import KVLayout
 from aquifer.kernels import KERNEL_ALIGNMENT_BYTES
 from aquifer.kernels.experts import experts
-from aquifer.kernels.linear import Matrix
 from aquifer.kernels.prefill_attention import PrefillSpans
 from aquifer.models import Model, ModelInput, decoder, plan_model
 from aquifer.weights.checkpoint import Checkpoint
@@ -51,11 +49,6 @@ class Visited:
 
     def whole_prompts(self) -> PrefillSpans | None:
         return None
-
-    def attend_linear(
-        self, layer: int, query: torch.Tensor, how: AttentionOptions, matrix: Matrix
-    ) -> torch.Tensor:
-        return F.linear(self.attend(layer, query, how).flatten(1), matrix.weight, matrix.bias)
 
     def attend(self, layer: int, query: torch.Tensor, how: AttentionOptions) -> torch.Tensor:
         self.layers.append(layer)

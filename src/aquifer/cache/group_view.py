@@ -8,7 +8,6 @@ import torch
 
 from aquifer.cache.state_view import Recurrence, StateView, WithoutState
 from aquifer.cache.view import AttentionOptions, DecodingView, StepView
-from aquifer.kernels.linear import Matrix
 from aquifer.kernels.prefill_attention import PrefillSpans
 
 
@@ -65,13 +64,6 @@ class GroupedView:
         """See `KVView.attend`."""
         part, index = self._places[layer]
         return self._views[part].attend(index, query, how)
-
-    def attend_linear(
-        self, layer: int, query: torch.Tensor, how: AttentionOptions, matrix: Matrix
-    ) -> torch.Tensor:
-        """See `KVView.attend_linear`."""
-        part, index = self._places[layer]
-        return self._views[part].attend_linear(index, query, how, matrix)
 
     def attend_into(
         self,

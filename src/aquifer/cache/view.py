@@ -20,7 +20,6 @@ from aquifer.kernels.latent_attention import (
     latent_prefill_attention,
     latent_prefill_attention_fixed,
 )
-from aquifer.kernels.linear import Matrix, linear
 from aquifer.kernels.prefill_attention import (
     PrefillSpans,
     prefill_attention,
@@ -133,19 +132,6 @@ class KVView(Protocol):
 
         Returns:
             [tokens, heads, value_dim].
-        """
-
-    def attend_linear(
-        self, layer: int, query: torch.Tensor, how: AttentionOptions, matrix: Matrix
-    ) -> torch.Tensor:
-        """The product of a matrix and what `attend` gives, with the heads side by side.
-
-        Args:
-            layer: as in `attend`, likewise `query` and `how`.
-            matrix: weight [out, heads * value_dim], and bias.
-
-        Returns:
-            [tokens, out].
         """
 
     def recur(self, layer: int, inputs: torch.Tensor, recurrence: Recurrence) -> torch.Tensor:
@@ -309,12 +295,6 @@ class StepView(WithoutState):
         if rows.fixed_chunks is not None:
             self._attend_fixed(layer, query, out, rows.fixed_chunks, how)
         return out
-
-    def attend_linear(
-        self, layer: int, query: torch.Tensor, how: AttentionOptions, matrix: Matrix
-    ) -> torch.Tensor:
-        """See `KVView.attend_linear`."""
-        return linear(self.attend(layer, query, how).flatten(1), matrix.weight, matrix.bias)
 
     def attend_into(
         self,

@@ -9,8 +9,6 @@ launched between them as the step needs it. Pieces of one step:
 
     embedding, first norm, QKV, rotation, KV written | attention | output, MLP, next QKV, ... | ...
 
-Of large steps, the output product after attention is launched with it too (`_WITH_PRODUCT`).
-
 The model's code is not cut: while a step is captured, its calls of `KVView.attend` and
 `KVView.recur` end one piece and begin the next.
 """
@@ -30,7 +28,6 @@ from aquifer.cache.state_view import Recurrence
 from aquifer.cache.view import AttentionOptions, KVView, LaunchView
 from aquifer.engine.graphs import StepBuffers, lasting
 from aquifer.kernels.capture import GraphPool
-from aquifer.kernels.linear import Matrix, linear, linear_into
 from aquifer.kernels.prefill_attention import PrefillSpans
 from aquifer.models import Wanted
 
@@ -44,11 +41,6 @@ below 0 stands for the last token of the row's slot."""
 _PER_OCTAVE = 4
 _LEAST_TOKENS = 16
 _EVEN_TOKENS = 256  # up to here, sizes are multiples of 64: steps are bound by reading weights
-
-_WITH_PRODUCT = 2048
-"""From this many tokens on, the product after attention is launched with it, and no part of a
-piece: cuDNN allocates what it returns, and copying that to where a piece reads it takes longer on
-the device than the launch of a product on the host."""
 
 NARROWED = 2
 """Steps of at least this many times the rows to hand on compute the last layer for these alone,
@@ -70,34 +62,19 @@ def chunk_sizes(max_tokens: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Product:
-    """The product of a matrix and the result of attention."""
-
-    matrix: Matrix  # its weight is [out, heads * value_dim]
-    out: torch.Tensor  # [size, out]
-
-    def launch(self, attended: torch.Tensor) -> None:
-        """Launch it for the result of attention, [size, heads, value_dim]."""
-        linear_into(attended.flatten(1), self.matrix, self.out)
-
-
-@dataclass(frozen=True, slots=True)
 class _Attention:
     """One call of `KVView.attend` in a captured step."""
 
     layer: int
     query: torch.Tensor  # [size, heads, key_dim], as the piece before leaves it
-    out: torch.Tensor  # [size, heads, value_dim], read by the piece after it, or by the product
+    out: torch.Tensor  # [size, heads, value_dim], read by the piece after it
     how: AttentionOptions
     of_wanted: bool  # whether it is that of the wanted rows alone
-    product: _Product | None  # what is launched after it, and read by the piece
 
     def launch(self, view: LaunchView, wanted: LaunchView) -> None:
         """Launch it for the tokens of a step, or for the rows that are wanted."""
         chosen = wanted if self.of_wanted else view
         chosen.attend_into(self.layer, self.query, self.out, self.how)
-        if self.product is not None:
-            self.product.launch(self.out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,20 +296,6 @@ class _Uncut:
         value_dim = self._view.destination(layer)[1].shape[-1]
         return self._out_of("attention", query, (*query.shape[:2], value_dim))
 
-    def attend_linear(
-        self, layer: int, query: torch.Tensor, how: AttentionOptions, matrix: Matrix
-    ) -> torch.Tensor:
-        attended = self.attend(layer, query, how)
-        if len(query) < _WITH_PRODUCT:
-            return linear(attended.flatten(1), matrix.weight, matrix.bias)
-        product = self._product(matrix, attended)
-        product.launch(attended)
-        return product.out
-
-    def _product(self, matrix: Matrix, attended: torch.Tensor) -> _Product:
-        out = self._out_of("product", attended, (len(attended), len(matrix.weight)))
-        return _Product(matrix, out)
-
     def recur(self, layer: int, inputs: torch.Tensor, recurrence: Recurrence) -> torch.Tensor:
         return self._out_of("recurrence", inputs, (len(inputs), recurrence.out_columns))
 
@@ -376,18 +339,8 @@ class _Cut(_Uncut):
 
     def attend(self, layer: int, query: torch.Tensor, how: AttentionOptions) -> torch.Tensor:
         out = super().attend(layer, query, how)
-        self._next(_Attention(layer, lasting(query), out, how, self._of_wanted, None))
+        self._next(_Attention(layer, lasting(query), out, how, self._of_wanted))
         return out
-
-    def attend_linear(
-        self, layer: int, query: torch.Tensor, how: AttentionOptions, matrix: Matrix
-    ) -> torch.Tensor:
-        if len(query) < _WITH_PRODUCT:
-            return super().attend_linear(layer, query, how, matrix)
-        out = super().attend(layer, query, how)
-        product = self._product(matrix, out)
-        self._next(_Attention(layer, lasting(query), out, how, self._of_wanted, product))
-        return product.out
 
     def recur(self, layer: int, inputs: torch.Tensor, recurrence: Recurrence) -> torch.Tensor:
         out = super().recur(layer, inputs, recurrence)

@@ -21,7 +21,6 @@ from aquifer.engine.reports import OnStage
 from aquifer.engine.sampler import SamplingMode
 from aquifer.kernels import compiled_together
 from aquifer.kernels.kv_write import kv_write
-from aquifer.kernels.linear import Matrix, linear
 from aquifer.kernels.prefill_attention import PrefillSpans
 from aquifer.kernels.prefill_work import MIN_SPLIT_KEYS
 from aquifer.memory.driver.base import Driver
@@ -97,11 +96,6 @@ class _NoCache:
         kv_shape = self._layers[layer][1].shape
         self._attentions.setdefault((*shape, kv_shape), _Attention(layer, *shape))
         return query.new_zeros(*query.shape[:2], kv_shape[-1])
-
-    def attend_linear(
-        self, layer: int, query: torch.Tensor, how: AttentionOptions, matrix: Matrix
-    ) -> torch.Tensor:
-        return linear(self.attend(layer, query, how).flatten(1), matrix.weight, matrix.bias)
 
 
 class WarmUp:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -194,32 +193,6 @@ def sum_linear(
     if runs_triton(x):
         return _vector(x, weight, None, tile or _SUM_TILE, x.dtype, (y, other), gated=False)
     return (linear(x, weight, None).float() + linear(y, other, None).float()).to(x.dtype)
-
-
-class Matrix(Protocol):
-    """A weight and its bias."""
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """[out, in]."""
-
-    @property
-    def bias(self) -> torch.Tensor | None:
-        """[out] or None."""
-
-
-def linear_into(x: torch.Tensor, matrix: Matrix, out: torch.Tensor) -> None:
-    """Compute x @ weight.T + bias by cuBLAS into a tensor that exists; for many tokens.
-
-    Args:
-        x: [tokens, in].
-        matrix: weight and bias.
-        out: [tokens, out], contiguous; overwritten.
-    """
-    if matrix.bias is None:
-        torch.mm(x, matrix.weight.T, out=out)
-    else:
-        torch.addmm(matrix.bias, x, matrix.weight.T, out=out)
 
 
 def norm_linear(

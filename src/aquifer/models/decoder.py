@@ -324,10 +324,8 @@ class Decoder:
         if wanted is not None:
             query, kv = query[wanted.rows], wanted.kv
             gate = None if gate is None else gate[wanted.rows]
-        if gate is None:
-            return kv.attend_linear(weights.index, query, weights.how, weights.out)
         attended = kv.attend(weights.index, query, weights.how).flatten(1)
-        return weights.out(sigmoid_mul(attended, gate))
+        return weights.out(attended if gate is None else sigmoid_mul(attended, gate))
 
     def _heads_written(
         self,
