@@ -12,23 +12,23 @@ typedef unsigned long long u64;
 typedef long long i64;
 typedef unsigned short u16;
 
-#define ROWS 128                      // rows of a block, 64 for each consumer
-#define TOKENS (ROWS / HEADS)         // tokens of a block
-#define KEYS 128                      // tokens of a tile
-#define STAGES 2                      // tiles of keys, and of values, in shared memory
-#define ITEMS 4                       // items that are known ahead
+#define ROWS 128                           // rows of a block, 64 for each consumer
+#define TOKENS (ROWS / HEADS)              // tokens of a block
+#define KEYS 128                           // tokens of a tile
+#define STAGES 2                           // tiles of keys, and of values, in shared memory
+#define ITEMS 4                            // items that are known ahead
 #define DIM (HEAD_DIM > 64 ? 128 : 64)
-#define ROW_BYTES 128                 // of 64 elements: longer rows are in two parts, one behind the other
+#define ROW_BYTES 128                      // of 64 elements; a longer row has two parts, in two matrices
 #define PARTS (DIM / 64)
 #define TILE_BYTES (KEYS * DIM * 2)
 #define QUERY_BYTES (ROWS * DIM * 2)
-#define CHUNKS (DIM / 8)              // of 16 bytes, in a row
-#define GROUP_THREADS 128             // of a warpgroup
+#define CHUNKS (DIM / 8)                   // of 16 bytes, in a row
+#define GROUP_THREADS 128                  // of a warpgroup
 #define CONSUMER_WARPS 8
 #define COPY_THREADS 64
 #define COPY_ROWS (COPY_THREADS / CHUNKS)  // rows that are copied at once
 #define STORE_ROWS (32 / CHUNKS)           // rows of the result that a warp writes at once
-#define MOST_EXPONENT 8.f               // of a weight: it is at most 2^8
+#define MOST_EXPONENT 8.f                  // of a weight: it is at most 2^8
 #define NO_WINDOW (1 << 30)
 #define NEG_INF (-__int_as_float(0x7f800000))
 
@@ -102,16 +102,18 @@ __device__ __forceinline__ void store4(u32 to, u32 value) {
 
 __device__ __forceinline__ uint4 load16(u32 from) {
   uint4 v;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
   return v;
 }
 
 // A tile's part from [slot, token, head, dim].
-__device__ __forceinline__ void copy_box(u32 to, const TensorMap* map, u32 barrier, int dim, int head, int token, int slot) {
+__device__ __forceinline__ void copy_box(u32 to, const TensorMap* map, u32 barrier, int dim, int head, int token,
+                                         int slot) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
-      "l"(map), "r"(barrier), "r"(dim), "r"(head), "r"(token), "r"(slot)
-      : "memory");
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2];"
+      ::"r"(to), "l"(map), "r"(barrier), "r"(dim), "r"(head), "r"(token), "r"(slot) : "memory");
 }
 
 // Where 16 bytes of a row are in a tile: rows are swizzled, so that 8 of them are in different banks.
@@ -150,7 +152,8 @@ __device__ __forceinline__ void multiply_keys(float* s, u32 query, u32 keys, int
       "setp.ne.b32 adds, %66, 0;\n"
       "mov.b64 query, {%64, %67};\n"
       "mov.b64 keys, {%65, %67};\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" NUMBERS64 "}, query, keys, adds, 1, 1, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE
+      " {" NUMBERS64 "}, query, keys, adds, 1, 1, 0, 0;\n"
       "}"
       : F32(s, 0), F32(s, 32)
       : "r"(query), "r"(keys), "r"(adds), "n"(HIGH_WORD));
@@ -163,7 +166,8 @@ __device__ __forceinline__ void multiply_values(float* o, const u32* p, u32 valu
       "{\n"
       ".reg .b64 values;\n"
       "mov.b64 values, {%68, %69};\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" NUMBERS64 "}, {%64,%65,%66,%67}, values, 1, 1, 1, 1;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE
+      " {" NUMBERS64 "}, {%64,%65,%66,%67}, values, 1, 1, 1, 1;\n"
       "}"
       : F32(o, 0), F32(o, 32)
       : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "r"(values), "n"(HIGH_WORD));
@@ -172,7 +176,8 @@ __device__ __forceinline__ void multiply_values(float* o, const u32* p, u32 valu
       "{\n"
       ".reg .b64 values;\n"
       "mov.b64 values, {%36, %37};\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" NUMBERS32 "}, {%32,%33,%34,%35}, values, 1, 1, 1, 1;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE
+      " {" NUMBERS32 "}, {%32,%33,%34,%35}, values, 1, 1, 1, 1;\n"
       "}"
       : F32(o, 0)
       : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "r"(values), "n"(HIGH_WORD));
@@ -397,7 +402,8 @@ __device__ __forceinline__ void load_rows(const Arguments& of, const Shared& at,
 #pragma unroll 4
       for (int i = 0; i < ROWS / COPY_ROWS; i++) {
         const bool is_there = has_chunk && token < item.num_tokens;
-        copy16(query_place + i * COPY_ROWS * ROW_BYTES ^ i * COPY_ROWS % 8 * 16, is_there ? from : of.query, is_there ? 16 : 0);
+        const u32 to = query_place + i * COPY_ROWS * ROW_BYTES ^ i * COPY_ROWS % 8 * 16;
+        copy16(to, is_there ? from : of.query, is_there ? 16 : 0);
         from += step;
         token += COPY_ROWS / HEADS;
         head += COPY_ROWS % HEADS;
@@ -412,13 +418,15 @@ __device__ __forceinline__ void load_rows(const Arguments& of, const Shared& at,
       await_phase(read + stage * 8, phase ^ 1);
       const int first = item.begin + (item.num_tiles - 1) * KEYS;
       const int num_rows = item.limit - first - own_row;  // from this thread's first one on
-      const char* first_row = base + (u64)item.slot * of.slot_bytes + item.kv_head * of.head_bytes + (u64)first * of.token_bytes;
+      const char* of_head = base + (u64)item.slot * of.slot_bytes + item.kv_head * of.head_bytes;
+      const char* first_row = of_head + (u64)first * of.token_bytes;
       const char* from = first_row + own_row * of.token_bytes + chunk * 16;
-      const u32 to = tiles + stage * TILE_BYTES + place(own_row, chunk, KEYS);
+      const u32 tile_place = tiles + stage * TILE_BYTES + place(own_row, chunk, KEYS);
 #pragma unroll 4
       for (int i = 0; i < KEYS / COPY_ROWS; i++) {
         const bool is_there = has_chunk && i * COPY_ROWS < num_rows;
-        copy16(to + i * COPY_ROWS * ROW_BYTES ^ i * COPY_ROWS % 8 * 16, is_there ? from : first_row, is_there ? 16 : 0);
+        const u32 to = tile_place + i * COPY_ROWS * ROW_BYTES ^ i * COPY_ROWS % 8 * 16;
+        copy16(to, is_there ? from : first_row, is_there ? 16 : 0);
         from += COPY_ROWS * of.token_bytes;
       }
     };
@@ -526,7 +534,8 @@ __device__ __forceinline__ void attend(const Arguments& of, const Shared& at, in
       hold(sums);
       begin_products();
 #pragma unroll
-      for (int k = 0; k < KEYS / 16; k++) multiply_values(sums, weights + 4 * k, value_matrix + (k * 16 * ROW_BYTES >> 4));
+      for (int k = 0; k < KEYS / 16; k++)
+        multiply_values(sums, weights + 4 * k, value_matrix + (k * 16 * ROW_BYTES >> 4));
       commit_products();
     };
     auto weigh = [&](int i) {
@@ -625,8 +634,8 @@ __device__ __forceinline__ void attend(const Arguments& of, const Shared& at, in
     }
     __syncwarp();
     int token = store_row / HEADS, head = store_row % HEADS;
-    u16* to = of.out + (u64)(item.first_row + token) * of.out_row + (u64)(item.head_group * HEADS + head) * of.out_head +
-              lane % CHUNKS * 8;
+    u16* to = of.out + (u64)(item.first_row + token) * of.out_row +
+              (u64)(item.head_group * HEADS + head) * of.out_head + lane % CHUNKS * 8;
 #pragma unroll
     for (int i = 0; i < 16 / STORE_ROWS; i++) {
       const uint4 values = load16(store_place + i * STORE_ROWS * ROW_BYTES ^ i * STORE_ROWS % 8 * 16);
@@ -655,8 +664,8 @@ hopper_prefill(const __grid_constant__ TensorMap key_map, const __grid_constant_
   __shared__ __align__(8) u64 barriers[NUM_BARRIERS];
   const Shared at = divide_memory(memory, items, barriers);
   const Arguments of = {query, keys, values, programs, slots, starts, offsets, out, partials, lse, scale,
-                        (u32)num_entries, (u32)num_groups, window ? (int)window : NO_WINDOW, query_row, query_head, slot_bytes,
-                        token_bytes, head_bytes, out_row, out_head};
+                        (u32)num_entries, (u32)num_groups, window ? (int)window : NO_WINDOW,
+                        query_row, query_head, slot_bytes, token_bytes, head_bytes, out_row, out_head};
   if (threadIdx.x == 0) init_barriers(at);
   __syncthreads();
   await_predecessor();
