@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from aquifer.kernels import _cuda, _triton, cluster_attention
+from aquifer.kernels import _cuda, _triton, cluster_attention, hopper_prefill
 from aquifer.kernels._cuda import CudaError, CudaKernel, has_large_blocks
+from aquifer.kernels._tensor_map import TensorMap
+from aquifer.kernels.prefill_attention import PrefillSpans
 
 FILE = "cluster_attention.cu"
 
@@ -135,14 +137,23 @@ def test_nothing_is_collected_elsewhere():
     assert not _triton.compile_later("key", lambda: None)
 
 
+def kinds_of(file: str) -> list[type]:
+    """The arguments of a source's kernel: a tensor for each pointer, and so on."""
+    source = files("aquifer.kernels").joinpath(file).read_text()
+    name = file.removesuffix(".cu")
+    (parameters,) = re.findall(rf"__launch_bounds__\(.*\)\n{name}\(([^)]*)\)", source)
+    kinds: list[type] = []
+    for parameter in parameters.split(","):
+        if "*" in parameter:
+            kinds.append(torch.Tensor)
+        elif "TensorMap" in parameter:
+            kinds.append(TensorMap)
+        else:
+            kinds.append(float if parameter.split()[0] == "float" else int)
+    return kinds
+
+
 def test_the_arguments_of_cluster_attention_are_those_of_its_source(monkeypatch):
-    """A tensor for each pointer, a float for each float, an integer for each other parameter."""
-    source = files("aquifer.kernels").joinpath(FILE).read_text()
-    (parameters,) = re.findall(r"__launch_bounds__\(.*\)\ncluster_attention\(([^)]*)\)", source)
-    kinds: list[type] = [
-        torch.Tensor if "*" in parameter else float if parameter.split()[0] == "float" else int
-        for parameter in parameters.split(",")
-    ]
     launched: list[Any] = []
     monkeypatch.setattr(cluster_attention, "launch", lambda *launch: launched.append(launch))
     query = torch.zeros(2, 8, 64, dtype=torch.bfloat16)
@@ -153,4 +164,17 @@ def test_the_arguments_of_cluster_attention_are_those_of_its_source(monkeypatch)
     )
     ((_, grid, *arguments),) = launched
     assert len(grid) == 2
-    assert [type(argument) for argument in arguments] == kinds
+    assert [type(argument) for argument in arguments] == kinds_of(FILE)
+
+
+def test_the_arguments_of_the_prefill_kernel_are_those_of_its_source(monkeypatch):
+    launched: list[Any] = []
+    monkeypatch.setattr(hopper_prefill, "launch", lambda *launch: launched.append(launch))
+    monkeypatch.setattr(hopper_prefill, "tensor_map", lambda *_: TensorMap.__new__(TensorMap))
+    query = torch.zeros(5, 8, 64, dtype=torch.bfloat16)
+    kv = torch.zeros(2, 16, 2, 64, dtype=torch.bfloat16)
+    spans = PrefillSpans.of([1], [3], [0, 5], query.device)
+    hopper_prefill.hopper_prefill(query, kv, kv, spans, query, scale=1.0)
+    ((_, grid, *arguments),) = launched
+    assert grid == (1,)
+    assert [type(argument) for argument in arguments] == kinds_of("hopper_prefill.cu")
