@@ -7,17 +7,18 @@ different things (FlashAttention-3, Shah et al. 2024, sections 3.1 and 3.2). A b
   warpgroup run by themselves (WGMMA), with tiles in shared memory: while one warpgroup computes
   the weights of its scores, the products of the other one run. In one warpgroup, the scores of a
   tile are computed before the values of the tile before it are summed up.
-- **One** has the hardware copy tiles of keys and values (TMA), two of each ahead.
+- **One** has the hardware copy tiles of keys and values (TMA), up to two of each ahead.
 - **Two** copy queries, and the last tile of a sequence: behind its end, pages may not be mapped.
 - **One** looks up what comes next.
 
 Each multiprocessor has one block, which takes one entry of the list of work after another
-(`prefill_work.py`). What an entry begins with, and ends with, is then beside other products. Rows
-are arranged as in `prefill_attention.py`: heads that share a KV head are neighbours.
+(`prefill_work.py`). So the loads that an entry begins with run beside the products of the one
+before it. Rows are arranged as in `prefill_attention.py`: heads that share a KV head are
+neighbours. Sums are multiplied only where a row's maximum grows by more than 2^8.
 
-Measured in benchmarks/gpu/prefill_attention.json beside cuDNN, FlashAttention-2 and our kernel in
-Triton. That cuDNN's is slower, needs a plan for each shape, and takes the host some calls for a
-chunk after a prefix, is why it is not used.
+cuDNN's attention is slower for nearly all shapes, has a plan for each, which takes tens of
+milliseconds to build, and has no causal mask for a chunk after a prefix. So it is not used;
+benchmarks/gpu/prefill_attention.py measures both, and benchmarks/gpu/README.md has what was tried.
 """
 
 from __future__ import annotations
