@@ -91,11 +91,11 @@ def test_prompts_take_no_longer_than_the_limit_beside_a_decode(resources: ExitSt
     assert world.step() == [1, 1]
 
 
-def test_a_prompt_is_cut_at_a_round_place_while_nothing_decodes(resources: ExitStack) -> None:
+def test_a_prompt_fills_its_steps_while_nothing_decodes(resources: ExitStack) -> None:
     world = World(resources, max_prefill_s=0.02, most_tokens=3000)
     world.send(3400)
-    assert world.step() == [2048]
-    assert world.step() == [1352]
+    assert world.step() == [3000]
+    assert world.step() == [400]
 
 
 def test_what_a_prompt_leaves_of_a_step_is_filled(resources: ExitStack) -> None:
