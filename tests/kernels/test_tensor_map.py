@@ -68,7 +68,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 
 
 def keys(dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Of the second of three layers: [2 slots, 32 tokens, 4 heads, 128]."""
+    """Keys of the second of three layers, [2 slots, 32 tokens, 4 heads, 128]."""
     return torch.zeros(2, 32, 3, 2, 4, 128, dtype=dtype)[:, :, 1, 0]
 
 

@@ -6,7 +6,8 @@ kernel keeps the rules of `_triton.py`, is launched with `_triton.launch`, and i
 others by `compiled_together`. What was compiled is kept on disk, in the folder where Triton keeps
 what it compiles.
 
-NVRTC comes with PyTorch for CUDA. Sources are files of this package that include nothing.
+NVRTC comes with PyTorch for CUDA. Sources are files of this package that include
+nothing; `common.cuh` is put before each.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from aquifer.kernels._triton import (
 _log = logging.getLogger(__name__)
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
+
+_BEGINNING = "common.cuh"
 
 MOST_SHARED_BYTES = 227 << 10
 """Shared memory that a block may have, on Hopper and on Blackwell's data centre GPUs."""
@@ -177,7 +180,9 @@ def compiled(file: str, options: tuple[str, ...]) -> bytes:
     """
     from cuda.bindings import nvrtc
 
-    source = files("aquifer.kernels").joinpath(file).read_bytes()
+    sources = files("aquifer.kernels")
+    beginning, rest = (sources.joinpath(each).read_bytes() for each in (_BEGINNING, file))
+    source = beginning + f'#line 1 "{file}"\n'.encode() + rest
     parts = (source, *options, *map(str, _call(nvrtc.nvrtcVersion)))
     key = hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
     path = Path(kernel_folder()) / f"aquifer-{key[:32]}.kernel"

@@ -22,7 +22,7 @@ MOST_STRIDE_BYTES = 1 << 40
 """Strides of a tensor are shorter."""
 
 ALIGNMENT_BYTES = 16
-"""Of a tensor's address and of its strides."""
+"""Alignment of a tensor's address and of its strides."""
 
 
 class TensorMapError(RuntimeError):

@@ -6,11 +6,7 @@
 //   RANKS    blocks of a cluster
 //   WARPS    warps of a block
 //   STAGES   tiles that a warp has in shared memory
-//   IS_HALF  1 for float16, 0 for bfloat16
-
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short u16;
+//   IS_HALF  see `common.cuh`
 
 #define TILE 16                        // tokens of a tile
 #define ROUND (RANKS * WARPS)          // tiles that a cluster reads at once
@@ -22,22 +18,6 @@ typedef unsigned short u16;
 #define TILE_BYTES (TILE * ROW_BYTES)
 #define OUTPUTS (GROUP * DIM)
 #define SLICE (OUTPUTS / RANKS)        // outputs that a block merges
-#define NEG_INF (-__int_as_float(0x7f800000))
-
-#if IS_HALF
-#define TYPE "f16"
-#else
-#define TYPE "bf16"
-#endif
-
-__device__ __forceinline__ u32 shared_address(const void* pointer) {
-  return (u32)__cvta_generic_to_shared(pointer);
-}
-
-// 16 bytes from global to shared memory, through the L2 cache alone; zeros if `size` is 0.
-__device__ __forceinline__ void copy16(u32 to, const void* from, u32 size) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(size) : "memory");
-}
 
 __device__ __forceinline__ void load_matrices(u32* m, u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -57,18 +37,6 @@ __device__ __forceinline__ void multiply(float* c, u32 a0, u32 a2, u32 b0, u32 b
                : "r"(a0), "r"(0u), "r"(a2), "r"(0u), "r"(b0), "r"(b1));
 }
 
-__device__ __forceinline__ float exp2_of(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ u32 pack(float low, float high) {
-  u32 packed;
-  asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
-}
-
 __device__ __forceinline__ float load_of_rank(const void* pointer, u32 rank) {
   u32 address;
   float value;
@@ -83,10 +51,6 @@ __device__ __forceinline__ void arrive_at_cluster() {
 
 __device__ __forceinline__ void await_cluster() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void await_predecessor() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 __device__ __forceinline__ void release_successor() {

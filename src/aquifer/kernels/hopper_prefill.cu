@@ -5,12 +5,7 @@
 //   GROUP       query heads of a KV head
 //   HEADS       heads of a block's rows; a divisor of GROUP
 //   LEAST_KEYS  keys of a split, at least
-//   IS_HALF     1 for float16, 0 for bfloat16
-
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
-typedef unsigned short u16;
+//   IS_HALF     see `common.cuh`
 
 #define ROWS 128                           // rows of a block, 64 for each consumer
 #define TOKENS (ROWS / HEADS)              // tokens of a block
@@ -30,25 +25,10 @@ typedef unsigned short u16;
 #define STORE_ROWS (32 / CHUNKS)           // rows of the result that a warp writes at once
 #define MOST_EXPONENT 8.f                  // of a weight: it is at most 2^8
 #define NO_WINDOW (1 << 30)
-#define NEG_INF (-__int_as_float(0x7f800000))
-
-#if IS_HALF
-#define TYPE "f16"
-#else
-#define TYPE "bf16"
-#endif
 
 struct __align__(64) TensorMap {
   u64 opaque[16];
 };
-
-__device__ __forceinline__ u32 shared_address(const void* pointer) {
-  return (u32)__cvta_generic_to_shared(pointer);
-}
-
-__device__ __forceinline__ void await_predecessor() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-}
 
 // Barriers in shared memory.
 
@@ -90,11 +70,6 @@ __device__ __forceinline__ void pass_threads(int id) {
 
 // Makes what this thread wrote to shared memory visible to matrix products.
 __device__ __forceinline__ void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-// 16 bytes from global to shared memory; zeros if `size` is 0.
-__device__ __forceinline__ void copy16(u32 to, const void* from, u32 size) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(size) : "memory");
-}
 
 __device__ __forceinline__ void store4(u32 to, u32 value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(value) : "memory");
@@ -197,18 +172,6 @@ template <int N>
 __device__ __forceinline__ void hold(float (&registers)[N]) {
 #pragma unroll
   for (int i = 0; i < N; i++) asm volatile("" : "+f"(registers[i])::"memory");
-}
-
-__device__ __forceinline__ float exp2_of(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ u32 pack(float low, float high) {
-  u32 packed;
-  asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
 }
 
 // What a block does next: the queries of some tokens, and some of their keys, for HEADS heads.

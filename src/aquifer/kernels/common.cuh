@@ -1,0 +1,41 @@
+// Begins each source of a kernel in CUDA C++ (`_cuda.py`).
+//
+// IS_HALF is 1 for float16, 0 for bfloat16.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+typedef unsigned short u16;
+
+#define NEG_INF (-__int_as_float(0x7f800000))
+
+#if IS_HALF
+#define TYPE "f16"
+#else
+#define TYPE "bf16"
+#endif
+
+__device__ __forceinline__ void await_predecessor() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+__device__ __forceinline__ u32 shared_address(const void* pointer) {
+  return (u32)__cvta_generic_to_shared(pointer);
+}
+
+// 16 bytes from global to shared memory, through the L2 cache alone; zeros if `size` is 0.
+__device__ __forceinline__ void copy16(u32 to, const void* from, u32 size) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(size) : "memory");
+}
+
+__device__ __forceinline__ float exp2_of(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ u32 pack(float low, float high) {
+  u32 packed;
+  asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
