@@ -160,7 +160,8 @@ class Recording:
     model are such repetitions: they differ in addresses only.
 
     A context manager: `launch` adds what is launched in its body, by the same thread on the current
-    stream. Tensors that the operation allocates are kept, and used again by each repetition.
+    stream. Tensors that the operation allocates are kept, and used again by each repetition. What else is
+    launched there is not repeated.
 
     Args:
         tensors: tensors of the operation that others take the place of. So do views of theirs which
@@ -215,10 +216,6 @@ class Recording:
             if first < address < first + num_bytes:
                 return index, address - first
         return None
-
-    def stop(self) -> None:
-        """Something else was launched than `launch` adds, so that this cannot be repeated."""
-        self._is_repeatable = False
 
     def fits(self, *tensors: torch.Tensor) -> bool:
         """Whether `repeat` does what the operation would do with these tensors.
@@ -284,12 +281,6 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
     if _recorded.by is not None:
         names = getattr(kernel, "arg_names", ())[len(arguments) :]
         _recorded.by.add(compiled, grid, [*arguments, *(options[name] for name in names)])
-
-
-def not_recorded() -> None:
-    """Tell a recording that something else is launched than `launch` adds."""
-    if _recorded.by is not None:
-        _recorded.by.stop()
 
 
 class _Zeros(TorchFunctionMode):
