@@ -160,8 +160,8 @@ class Recording:
     model are such repetitions: they differ in addresses only.
 
     A context manager: `launch` adds what is launched in its body, by the same thread on the current
-    stream. Tensors that the operation allocates are kept, and used again by each repetition. What else is
-    launched there is not repeated.
+    stream. Tensors that the operation allocates are kept, and used again by each repetition. What
+    else is launched there is not repeated.
 
     Args:
         tensors: tensors of the operation that others take the place of. So do views of theirs which
