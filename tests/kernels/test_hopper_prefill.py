@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -187,10 +188,11 @@ def test_a_recorded_launch_is_repeated_for_another_layer(device):
     assert torch.equal(out[rows], before[rows])
 
 
-class Longer(NamedTuple):
-    """Chunks with lists that are longer than needed, as of a step that is captured whole."""
+class Other(NamedTuple):
+    """Chunks with other lists than their own."""
 
     of: PrefillSpans
+    change: Callable[[Work], Work]
 
     @property
     def device_slots(self) -> torch.Tensor:
@@ -205,15 +207,29 @@ class Longer(NamedTuple):
         return self.of.device_offsets
 
     def work(self, tiling: Tiling) -> Work:
-        work = self.of.work(tiling)
-        nothing = work.programs.new_full((300, 4), NOTHING)
-        return work._replace(programs=torch.cat((work.programs, nothing)))
+        return self.change(self.of.work(tiling))
 
 
-def test_lists_may_end_with_nothing(device):
+def check_other_lists(device: torch.device, change: Callable[[Work], Work]) -> None:
+    """Results are the same, to the bit, with lists that are changed so."""
     for chunks in (*CHUNKS.values(), [(700, 20)]):
         case = make(device, chunks)
         expected, out = run(case, scale=0.1), torch.full_like(case.query, torch.nan)
-        spans = Longer(case.spans)
+        spans = Other(case.spans, change)
         hopper_prefill(case.query, case.keys, case.values, spans, out, scale=0.1)
         assert torch.equal(out.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+def test_lists_may_end_with_nothing(device):
+    """As those of a step that is captured whole."""
+
+    def lengthen(work: Work) -> Work:
+        nothing = work.programs.new_full((300, 4), NOTHING)
+        return work._replace(programs=torch.cat((work.programs, nothing)), band=1)
+
+    check_other_lists(device, lengthen)
+
+
+@pytest.mark.parametrize("band", [1, 2, 7, 30, 1000])
+def test_bands(device, band):
+    check_other_lists(device, lambda work: work._replace(band=band))

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aquifer.kernels.prefill_work import IntArray, Tiling, choose_num_splits, plan_work
+from aquifer.kernels.prefill_work import (
+    Tiling,
+    WorkPlan,
+    choose_band,
+    choose_num_splits,
+    plan_work,
+)
 
 TILING = Tiling(block_tokens=32, room=33, least_keys=256)
 
 
-def plan(chunks: list[tuple[int, int]], tiling: Tiling) -> tuple[IntArray, IntArray]:
+def plan(chunks: list[tuple[int, int]], tiling: Tiling) -> WorkPlan:
     starts, counts = np.array(chunks, np.int64).reshape(-1, 2).T
     return plan_work(starts, counts, tiling)
 
@@ -26,7 +33,7 @@ def test_each_token_is_of_one_block_and_each_block_has_all_its_splits(
     chunks, block_tokens, window_tokens, num_splits
 ):
     tiling = Tiling(block_tokens, 33, 256, window_tokens, num_splits=num_splits)
-    programs, merges = plan(chunks, tiling)
+    programs, merges, _ = plan(chunks, tiling)
     blocks: dict[tuple[int, int], list[int]] = {}
     for span, token, split, splits in programs.tolist():
         splits_of = blocks.setdefault((span, token), [])
@@ -53,7 +60,7 @@ def test_each_token_is_of_one_block_and_each_block_has_all_its_splits(
 
 
 def test_a_short_chunk_after_a_long_prefix_is_split_over_the_device():
-    programs, merges = plan([(8192, 20)], TILING)
+    programs, merges, _ = plan([(8192, 20)], TILING)
     assert programs.tolist() == [[0, 0, split, 32] for split in range(32)]
     assert merges.tolist() == [0]
 
@@ -79,11 +86,53 @@ def test_nothing_is_split_where_there_are_programs_enough():
 
 
 def test_programs_with_the_most_keys_come_first():
-    programs, _ = plan([(0, 96), (1000, 40)], TILING._replace(room=0))
+    programs, _, num_keys = plan([(0, 96), (1000, 40)], TILING._replace(room=0))
+    assert num_keys.tolist() == [1040, 1032, 96, 64, 32]
     assert programs[:, :2].tolist() == [[1, 32], [1, 0], [0, 64], [0, 32], [0, 0]]
 
 
 def test_no_chunks_are_no_work():
-    programs, merges = plan([], TILING)
+    programs, merges, _ = plan([], TILING)
     assert programs.shape == (0, 4)
     assert merges.shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "band"),
+    [
+        ([(6000, 500)], 1),  # all run at once
+        ([(0, 8192)], 1),  # of very different lengths
+        ([(0, 32_768)], 128),
+        ([(40_960, 8192)], 64),
+        ([(114_688, 8192)], 256),  # all
+        ([(6000, 500)] * 7, 28),
+    ],
+    ids=str,
+)
+def test_blocks_of_about_one_length_are_taken_head_by_head(chunks, band):
+    tiling = TILING._replace(room=16)
+    assert choose_band(plan(chunks, tiling).num_keys, tiling) == band
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 20_000), st.integers(1, 3000)), min_size=1, max_size=8),
+    st.sampled_from([1, 2, 8]),
+)
+def test_bands_give_each_program_about_as_many_keys(chunks, num_groups):
+    num_running = 16 * num_groups
+    num_keys = plan(chunks, tiling := TILING._replace(room=16)).num_keys
+    band = choose_band(num_keys, tiling)
+
+    def most(band: int) -> int:
+        """Keys of the program that has the most; they take turns forth and back."""
+        bands = np.split(num_keys, range(band, len(num_keys), band))
+        items = np.concatenate([np.tile(each, num_groups) for each in bands])
+        turns = np.resize(items, -(-len(items) // num_running) * num_running)
+        turns[len(items) :] = 0
+        turns = turns.reshape(-1, num_running)
+        turns[1::2] = turns[1::2, ::-1]
+        return int(turns.sum(0).max())
+
+    # Of one block more than others at most, but for the differences within bands.
+    num_turns = -(-len(num_keys) // 16)
+    assert most(band) <= most(1) + num_keys[0] + 0.005 * num_turns * num_keys.sum() / 16

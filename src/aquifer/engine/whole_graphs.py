@@ -131,7 +131,7 @@ class StepLayout:
             padded.ravel(),
         ]
         for tiling in self._tilings:
-            programs, merges = plan_work(starts, counts, tiling)
+            programs, merges, _ = plan_work(starts, counts, tiling)
             values += [programs.ravel(), merges]
         packed = np.zeros(self.num_elements, np.int64)
         first = 0

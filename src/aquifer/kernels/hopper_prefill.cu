@@ -203,7 +203,7 @@ struct Arguments {
   float* partials;
   float* lse;
   float scale;
-  u32 num_entries, num_groups;
+  u32 num_entries, num_groups, band;
   int window;
   u64 query_row, query_head;                  // distances in elements
   u64 slot_bytes, token_bytes, head_bytes;    // of keys, and of values
@@ -272,14 +272,17 @@ __device__ __forceinline__ Item find_item(const Arguments& of, u32 n) {
   // Items are sorted by length: in turn forth and back, each block gets as much.
   const u32 index = n * gridDim.x + (n % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
   if (index >= of.num_entries * of.num_groups) return item;
-  const u32 entry = index / of.num_groups;
+  // A band of entries is taken for one group of heads after another, and then comes the next band.
+  const u32 band_begin = index / (of.band * of.num_groups) * of.band;
+  const u32 in_band = index - band_begin * of.num_groups, band = min(of.band, of.num_entries - band_begin);
+  const u32 entry = band_begin + in_band % band;
   const i64* own = of.programs + entry * 4;
   const int span = (int)own[0], first_token = (int)own[1], split = (int)own[2], num_splits = (int)own[3];
-  if (span < 0) return item;  // and so are all later ones
+  if (span < 0) return item;  // and so are all later ones; a band is of one entry then
   const int start = (int)of.starts[span], first_row = (int)of.offsets[span];
   const int count = (int)of.offsets[span + 1] - first_row;
   item.entry = entry;
-  item.head_group = index - entry * of.num_groups;
+  item.head_group = in_band / band;
   item.kv_head = item.head_group * HEADS / GROUP;
   item.slot = (int)of.slots[span];
   item.first_row = first_row + first_token;
@@ -620,14 +623,14 @@ extern "C" __global__ void __launch_bounds__(3 * GROUP_THREADS, 1)
 hopper_prefill(const __grid_constant__ TensorMap key_map, const __grid_constant__ TensorMap value_map,
                const u16* query, const char* keys, const char* values, const i64* programs, const i64* slots,
                const i64* starts, const i64* offsets, u16* out, float* partials, float* lse, float scale,
-               u64 num_entries, u64 num_groups, u64 window, u64 query_row, u64 query_head, u64 slot_bytes,
+               u64 num_entries, u64 num_groups, u64 band, u64 window, u64 query_row, u64 query_head, u64 slot_bytes,
                u64 token_bytes, u64 head_bytes, u64 out_row, u64 out_head) {
   extern __shared__ char memory[];
   __shared__ Item items[ITEMS];
   __shared__ __align__(8) u64 barriers[NUM_BARRIERS];
   const Shared at = divide_memory(memory, items, barriers);
   const Arguments of = {query, keys, values, programs, slots, starts, offsets, out, partials, lse, scale,
-                        (u32)num_entries, (u32)num_groups, window ? (int)window : NO_WINDOW,
+                        (u32)num_entries, (u32)num_groups, (u32)band, window ? (int)window : NO_WINDOW,
                         query_row, query_head, slot_bytes, token_bytes, head_bytes, out_row, out_head};
   if (threadIdx.x == 0) init_barriers(at);
   __syncthreads();

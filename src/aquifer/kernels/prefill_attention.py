@@ -58,6 +58,7 @@ from aquifer.kernels.prefill_work import (
     PROGRAM_COLUMNS,
     Tiling,
     Work,
+    choose_band,
     plan_work,
 )
 from aquifer.kernels.sinks import load_sinks, softmax_with_sinks
@@ -104,11 +105,13 @@ class PrefillSpans:
         """The lists of a launch; made, and copied to the device, for the first one of a kind."""
         work = self._works.get(tiling)
         if work is None:
-            programs, merges = plan_work(np.array(self.starts), np.diff(self.offsets), tiling)
+            plan = plan_work(np.array(self.starts), np.diff(self.offsets), tiling)
+            programs, merges, num_keys = plan
             both = upload(np.concatenate((programs.ravel(), merges)), self.device_slots.device)
             on_device = both.split([programs.size, merges.size])
             num_partials = len(programs) if len(merges) else 0
-            work = Work(on_device[0].view(programs.shape), on_device[1], num_partials)
+            band = choose_band(num_keys, tiling)
+            work = Work(on_device[0].view(programs.shape), on_device[1], num_partials, band)
             self._works[tiling] = work
         return work
 

@@ -27,6 +27,9 @@ IntArray = npt.NDArray[np.int64]
 PROGRAM_COLUMNS = 4
 NOTHING = -1
 
+_MOST_SPREAD = 0.005
+"""Difference of keys within a band, as a part of what each of the programs that run has to read."""
+
 MIN_SPLIT_KEYS = 256
 """Minimum number of keys of a split: with fewer, merging costs more than it saves."""
 
@@ -57,17 +60,24 @@ class Work(NamedTuple):
     programs: torch.Tensor  # [n, 4] int64
     merges: torch.Tensor  # [m] int64
     num_partials: int  # programs, from the first, among which are all that have a split
+    band: int = 1  # programs to take for one group of heads before the next; see `choose_band`
 
 
-def plan_work(starts: IntArray, counts: IntArray, tiling: Tiling) -> tuple[IntArray, IntArray]:
+class WorkPlan(NamedTuple):
+    """The lists of a launch, on the host."""
+
+    programs: IntArray  # [n, 4]
+    merges: IntArray  # [m]
+    num_keys: IntArray  # [blocks of queries], the most first
+
+
+def plan_work(starts: IntArray, counts: IntArray, tiling: Tiling) -> WorkPlan:
     """Make the lists of a launch.
 
     Args:
         starts: [spans], tokens before each chunk.
         counts: [spans], tokens of it, at least one.
         tiling: of the launch.
-
-    Returns: programs [n, 4] and merges [m].
     """
     window_tokens, block_tokens = tiling.window_tokens, tiling.block_tokens
     num_blocks = -(-counts // block_tokens)
@@ -86,7 +96,7 @@ def plan_work(starts: IntArray, counts: IntArray, tiling: Tiling) -> tuple[IntAr
     programs[:, 1] = np.repeat(tokens, num_splits)
     programs[:, 2] = np.arange(len(programs)) - np.repeat(firsts, num_splits)
     programs[:, 3] = np.repeat(num_splits, num_splits)
-    return programs, firsts[num_splits > 1]
+    return WorkPlan(programs, firsts[num_splits > 1], num_keys[order])
 
 
 def choose_num_splits(num_keys: IntArray, tiling: Tiling) -> IntArray:
@@ -110,3 +120,28 @@ def choose_num_splits(num_keys: IntArray, tiling: Tiling) -> IntArray:
     chosen = np.count_nonzero(tried.sum(1) <= room) - 1
     num_splits: IntArray = np.minimum(tried[chosen], num_keys // tiling.least_keys)
     return np.maximum(num_splits, 1)
+
+
+def choose_band(num_keys: IntArray, tiling: Tiling) -> int:
+    """How many blocks of queries to take for one group of heads before the next group.
+
+    Programs that run at the same time read the same keys then, from a cache. Programs that each
+    take every `room`-th of the list are done together only if it is sorted by length, so the
+    blocks of a band must have about as many keys.
+
+    Args:
+        num_keys: [blocks], the most first.
+        tiling: of the launch.
+    """
+    num_blocks = len(num_keys)
+    if tiling.num_splits is not None or num_blocks <= tiling.room:
+        return 1
+    most_keys = _MOST_SPREAD * num_keys.sum() / tiling.room
+    band = num_blocks
+    while band > tiling.room // 2:
+        firsts = np.arange(0, num_blocks, band)
+        lasts = np.minimum(firsts + band, num_blocks) - 1
+        if (num_keys[firsts] - num_keys[lasts]).max() <= most_keys:
+            return band
+        band //= 2
+    return 1
