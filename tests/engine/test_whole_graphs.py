@@ -19,7 +19,7 @@ from aquifer.engine.whole_graphs import (
 )
 from aquifer.kernels.prefill_work import NOTHING, Tiling
 
-TILING = Tiling(block_tokens=16, room=8, least_keys=16)
+TILING = Tiling(block_tokens=16, num_running=8, num_groups=1, least_keys=16)
 
 
 def spans_of(chunks: list[tuple[int, int, int]]) -> Spans:

@@ -124,7 +124,8 @@ def hopper_prefill(
     work = spans.work(
         Tiling(
             block_tokens=_BLOCK_ROWS // heads_per_program,
-            room=num_blocks // num_groups,
+            num_running=num_blocks,
+            num_groups=num_groups,
             least_keys=MIN_SPLIT_KEYS,
             window_tokens=window_tokens,
             num_splits=num_splits,

@@ -410,7 +410,8 @@ def _run_prefill(
     work = spans.work(
         Tiling(
             block_tokens=config.block_rows // heads_per_program,
-            room=count_multiprocessors(query.device) // num_groups,
+            num_running=count_multiprocessors(query.device),
+            num_groups=num_groups,
             least_keys=MIN_SPLIT_KEYS,
             num_splits=num_splits,
         )

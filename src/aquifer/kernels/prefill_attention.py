@@ -442,7 +442,8 @@ def _run_triton(
     work = spans.work(
         Tiling(
             block_tokens=config.block_rows // heads_per_program,
-            room=num_resident // num_groups,
+            num_running=num_resident,
+            num_groups=num_groups,
             least_keys=MIN_SPLIT_KEYS,
             window_tokens=window_tokens,
             num_splits=num_splits,

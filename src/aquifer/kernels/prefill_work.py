@@ -27,8 +27,8 @@ IntArray = npt.NDArray[np.int64]
 PROGRAM_COLUMNS = 4
 NOTHING = -1
 
-_MOST_SPREAD = 0.005
-"""Difference of keys within a band, as a part of what each of the programs that run has to read."""
+_MOST_LONGER = 1.01
+"""Times as long as without bands, at most: they save more than that."""
 
 MIN_SPLIT_KEYS = 256
 """Minimum number of keys of a split: with fewer, merging costs more than it saves."""
@@ -38,10 +38,16 @@ class Tiling(NamedTuple):
     """What a launch's lists depend on, apart from the chunks."""
 
     block_tokens: int  # of a program
-    room: int  # programs that run at the same time, of each group of heads
+    num_running: int  # programs that run at the same time
+    num_groups: int  # of heads; each has all the programs of the list
     least_keys: int  # of a split
     window_tokens: int | None = None
     num_splits: int | None = None  # of all programs; None for as many as there is room for
+
+    @property
+    def room(self) -> int:
+        """Programs of the list that run at the same time."""
+        return self.num_running // self.num_groups
 
     def most_programs(self, num_tokens: int, num_spans: int) -> int:
         """Programs of so many chunks with so many tokens together, at most."""
@@ -125,23 +131,32 @@ def choose_num_splits(num_keys: IntArray, tiling: Tiling) -> IntArray:
 def choose_band(num_keys: IntArray, tiling: Tiling) -> int:
     """How many blocks of queries to take for one group of heads before the next group.
 
-    Programs that run at the same time read the same keys then, from a cache. Programs that each
-    take every `room`-th of the list are done together only if it is sorted by length, so the
-    blocks of a band must have about as many keys.
+    Programs that run at the same time then read the same keys, out of a cache. Where each of them
+    takes one of the list after another, in turn forth and back, they are done together if the
+    list is sorted by length. So a band is only as long as all of them stay about as busy.
 
     Args:
         num_keys: [blocks], the most first.
         tiling: of the launch.
     """
-    num_blocks = len(num_keys)
+    num_blocks, num_groups = len(num_keys), tiling.num_groups
     if tiling.num_splits is not None or num_blocks <= tiling.room:
         return 1
-    most_keys = _MOST_SPREAD * num_keys.sum() / tiling.room
-    band = num_blocks
-    while band > tiling.room // 2:
-        firsts = np.arange(0, num_blocks, band)
-        lasts = np.minimum(firsts + band, num_blocks) - 1
-        if (num_keys[firsts] - num_keys[lasts]).max() <= most_keys:
-            return band
-        band //= 2
-    return 1
+    most_keys = _MOST_LONGER * _longest(num_keys, 1, tiling)
+    # All, and so many that those which run have 1, 2, 4, ... groups of heads.
+    bands = num_blocks, *(tiling.num_running >> n for n in range(num_groups.bit_length() - 1))
+    return next((band for band in bands if _longest(num_keys, band, tiling) <= most_keys), 1)
+
+
+def _longest(num_keys: IntArray, band: int, tiling: Tiling) -> int:
+    """Keys of the program that has the most, for a list in bands."""
+    num_running, num_groups = tiling.num_running, tiling.num_groups
+    num_items = len(num_keys) * num_groups
+    items = np.zeros(-(-num_items // num_running) * num_running, np.int64)
+    whole = len(num_keys) // band * band
+    last = num_keys[whole:]
+    in_bands = num_keys[:whole].reshape(-1, 1, band)
+    items[: whole * num_groups].reshape(-1, num_groups, band)[:] = in_bands
+    items[whole * num_groups : num_items].reshape(num_groups, len(last))[:] = last
+    turns = items.reshape(-1, num_running)
+    return int((turns[::2].sum(0) + turns[1::2].sum(0)[::-1]).max())
