@@ -18,7 +18,7 @@ keys and values come out of the L2 cache then. That saves power, which long prom
 clock. Rows are arranged as in `prefill_attention.py`: heads that share a KV head are neighbours.
 Sums are multiplied only where a row's maximum grows by more than 2^8.
 
-cuDNN's attention is slower for nearly all shapes, has a plan for each, which takes tens of
+cuDNN's attention is slower for all shapes measured, has a plan for each, which takes tens of
 milliseconds to build, and has no causal mask for a chunk after a prefix. So it is not used;
 benchmarks/gpu/prefill_attention.py measures both, and benchmarks/gpu/README.md has what was tried.
 """

@@ -151,12 +151,11 @@ def choose_band(num_keys: IntArray, tiling: Tiling) -> int:
 def _longest(num_keys: IntArray, band: int, tiling: Tiling) -> int:
     """Keys of the program that has the most, for a list in bands."""
     num_running, num_groups = tiling.num_running, tiling.num_groups
-    num_items = len(num_keys) * num_groups
-    items = np.zeros(-(-num_items // num_running) * num_running, np.int64)
-    whole = len(num_keys) // band * band
-    last = num_keys[whole:]
-    in_bands = num_keys[:whole].reshape(-1, 1, band)
-    items[: whole * num_groups].reshape(-1, num_groups, band)[:] = in_bands
-    items[whole * num_groups : num_items].reshape(num_groups, len(last))[:] = last
-    turns = items.reshape(-1, num_running)
+    in_whole_bands = len(num_keys) // band * band
+    bands, rest = num_keys[:in_whole_bands].reshape(-1, 1, band), num_keys[in_whole_bands:]
+    items = np.concatenate(
+        (np.broadcast_to(bands, (len(bands), num_groups, band)).ravel(), np.tile(rest, num_groups))
+    )
+    turns = np.zeros((-(-len(items) // num_running), num_running), np.int64)
+    turns.ravel()[: len(items)] = items
     return int((turns[::2].sum(0) + turns[1::2].sum(0)[::-1]).max())
