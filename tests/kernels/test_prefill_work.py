@@ -16,7 +16,7 @@ from aquifer.kernels.prefill_work import (
 )
 
 TILING = Tiling(block_tokens=32, num_running=33, num_groups=1, least_keys=256)
-ON_HOPPER = TILING._replace(num_running=132, num_groups=8)
+ON_HOPPER = TILING._replace(num_running=132, num_groups=8, has_bands=True)
 
 
 def plan(chunks: list[tuple[int, int]], tiling: Tiling) -> WorkPlan:
@@ -110,15 +110,18 @@ def test_no_chunks_are_no_work():
     ids=str,
 )
 def test_blocks_of_about_one_length_are_taken_head_by_head(chunks, band):
-    assert choose_band(plan(chunks, ON_HOPPER).num_keys, ON_HOPPER) == band
+    num_keys = plan(chunks, ON_HOPPER).num_keys
+    assert choose_band(num_keys, ON_HOPPER) == band
+    assert choose_band(num_keys, ON_HOPPER._replace(has_bands=False)) == 1
 
 
 @given(
     st.lists(st.tuples(st.integers(0, 20_000), st.integers(1, 3000)), min_size=1, max_size=8),
-    st.sampled_from([1, 2, 8, 12]),
+    st.sampled_from([1, 2, 8, 12, 64]),
+    st.sampled_from([14, 132]),
 )
-def test_bands_give_each_program_about_as_many_keys(chunks, num_groups):
-    tiling = ON_HOPPER._replace(num_groups=num_groups)
+def test_bands_give_each_program_about_as_many_keys(chunks, num_groups, num_running):
+    tiling = ON_HOPPER._replace(num_groups=num_groups, num_running=num_running)
     num_keys = plan(chunks, tiling).num_keys.tolist()
 
     def most(band: int) -> int:

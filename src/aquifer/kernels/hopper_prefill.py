@@ -129,6 +129,7 @@ def hopper_prefill(
             least_keys=MIN_SPLIT_KEYS,
             window_tokens=window_tokens,
             num_splits=num_splits,
+            has_bands=True,
         )
     )
     partials = make_partials(work, num_groups, _BLOCK_ROWS, out)

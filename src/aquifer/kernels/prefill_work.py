@@ -43,6 +43,7 @@ class Tiling(NamedTuple):
     least_keys: int  # of a split
     window_tokens: int | None = None
     num_splits: int | None = None  # of all programs; None for as many as there is room for
+    has_bands: bool = False  # whether programs are taken in bands, if that helps
 
     @property
     def room(self) -> int:
@@ -140,12 +141,13 @@ def choose_band(num_keys: IntArray, tiling: Tiling) -> int:
         tiling: of the launch.
     """
     num_blocks, num_groups = len(num_keys), tiling.num_groups
-    if tiling.num_splits is not None or num_blocks <= tiling.room:
+    if not tiling.has_bands or tiling.num_splits is not None or num_blocks <= tiling.room:
         return 1
     most_keys = _MOST_LONGER * _longest(num_keys, 1, tiling)
     # All, and so many that those which run have 1, 2, 4, ... groups of heads.
     bands = num_blocks, *(tiling.num_running >> n for n in range(num_groups.bit_length() - 1))
-    return next((band for band in bands if _longest(num_keys, band, tiling) <= most_keys), 1)
+    fitting = (band for band in bands if band and _longest(num_keys, band, tiling) <= most_keys)
+    return next(fitting, 1)
 
 
 def _longest(num_keys: IntArray, band: int, tiling: Tiling) -> int:
