@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from aquifer.kernels import _cuda, _triton, cluster_attention, hopper_prefill
+from aquifer.kernels import _cuda, _triton, cluster_attention, hopper_linear, hopper_prefill
 from aquifer.kernels._cuda import CudaError, CudaKernel, has_large_blocks
 from aquifer.kernels._tensor_map import TensorMap
 from aquifer.kernels.prefill_attention import PrefillSpans
@@ -87,7 +87,7 @@ def test_a_machine_without_nvrtc_is_told_once(hopper, monkeypatch, caplog):
         assert not has_large_blocks(torch.device("cuda", 0))
         assert not has_large_blocks(torch.device("cuda", 0))
     assert [record.message.split(":")[0] for record in caplog.records] == [
-        "attention is slower, for want of NVRTC"
+        "some kernels are slower, for want of NVRTC"
     ]
 
 
@@ -178,3 +178,36 @@ def test_the_arguments_of_the_prefill_kernel_are_those_of_its_source(monkeypatch
     ((_, grid, *arguments),) = launched
     assert grid == (1,)
     assert [type(argument) for argument in arguments] == kinds_of("hopper_prefill.cu")
+
+
+def test_the_arguments_of_the_product_are_those_of_its_source(monkeypatch):
+    launched: list[Any] = []
+    monkeypatch.setattr(hopper_linear, "launch", lambda *launch: launched.append(launch))
+    monkeypatch.setattr(hopper_linear, "tensor_map", lambda *_: TensorMap.__new__(TensorMap))
+    monkeypatch.setattr(hopper_linear, "count_multiprocessors", lambda _: 8)
+    x, weight = torch.zeros(40, 1024), torch.zeros(256, 1024)
+    hopper_linear.hopper_linear(x, weight, torch.zeros(256))
+    ((_, grid, *arguments),) = launched
+    assert grid == (8,)  # four tiles of rows, two shares of the columns
+    assert [type(argument) for argument in arguments] == kinds_of("hopper_linear.cu")
+
+
+def test_sources_include_what_is_there(nvrtc: FakeNvrtc) -> None:
+    """Each header is one of those that the compiler is given."""
+    sources = files("aquifer.kernels")
+    for file in (FILE, "hopper_prefill.cu", "hopper_linear.cu", "hopper.cuh"):
+        included = re.findall(r'#include "(.*)"', sources.joinpath(file).read_text())
+        assert included
+        for name in included:
+            assert sources.joinpath(name).is_file()
+    given: list[Any] = []
+
+    def create(source: bytes, *rest: Any) -> tuple[int, bytes]:
+        given.extend(rest)
+        return 0, source
+
+    nvrtc.nvrtcCreateProgram = create
+    _cuda.compiled(FILE, ("--gpu-architecture=sm_90",))
+    _, count, headers, names = given
+    assert count == len(headers) == len(names)
+    assert names == [b"common.cuh", b"hopper.cuh"]

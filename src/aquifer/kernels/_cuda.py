@@ -6,8 +6,8 @@ kernel keeps the rules of `_triton.py`, is launched with `_triton.launch`, and i
 others by `compiled_together`. What was compiled is kept on disk, in the folder where Triton keeps
 what it compiles.
 
-NVRTC comes with PyTorch for CUDA. Sources are files of this package that include
-nothing; `common.cuh` is put before each.
+NVRTC comes with PyTorch for CUDA. Sources are files of this package, which include others of it
+alone.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _log = logging.getLogger(__name__)
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
-_BEGINNING = "common.cuh"
+_HEADERS = ("common.cuh", "hopper.cuh")
+"""What sources may include."""
 
 MOST_SHARED_BYTES = 227 << 10
 """Shared memory that a block may have, on Hopper and on Blackwell's data centre GPUs."""
@@ -65,10 +66,17 @@ def has_large_blocks(device: torch.device) -> bool:
 
         known = _call(nvrtc.nvrtcGetSupportedArchs)
     except (ImportError, RuntimeError) as error:
-        _log.warning("attention is slower, for want of NVRTC: %s", error)
+        _log.warning("some kernels are slower, for want of NVRTC: %s", error)
         return False
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor in known
+
+
+@cache
+def has_warpgroup_products(device: torch.device) -> bool:
+    """Whether kernels with matrix products of a warpgroup (WGMMA) can be compiled for a device:
+    instructions of Hopper alone."""
+    return has_large_blocks(device) and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 class CudaKernel:
@@ -180,10 +188,8 @@ def compiled(file: str, options: tuple[str, ...]) -> bytes:
     """
     from cuda.bindings import nvrtc
 
-    sources = files("aquifer.kernels")
-    beginning, rest = (sources.joinpath(each).read_bytes() for each in (_BEGINNING, file))
-    source = beginning + f'#line 1 "{file}"\n'.encode() + rest
-    parts = (source, *options, *map(str, _call(nvrtc.nvrtcVersion)))
+    source, *headers = _sources(file)
+    parts = (source, *headers, *options, *map(str, _call(nvrtc.nvrtcVersion)))
     key = hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
     path = Path(kernel_folder()) / f"aquifer-{key[:32]}.kernel"
     try:
@@ -194,7 +200,7 @@ def compiled(file: str, options: tuple[str, ...]) -> bytes:
         _log.warning("%s is damaged, so its kernel is compiled again", path)
     except OSError:
         pass  # nothing is kept yet
-    code = _compile(source, file, options)
+    code = _compile(file, options)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f"{path.name}.{os.getpid()}")
@@ -205,7 +211,13 @@ def compiled(file: str, options: tuple[str, ...]) -> bytes:
     return code
 
 
-def _compile(source: bytes, file: str, options: tuple[str, ...]) -> bytes:
+def _sources(file: str) -> list[bytes]:
+    """A source file, and all that it may include."""
+    sources = files("aquifer.kernels")
+    return [sources.joinpath(each).read_bytes() for each in (file, *_HEADERS)]
+
+
+def _compile(file: str, options: tuple[str, ...]) -> bytes:
     """Compile a source.
 
     Raises:
@@ -213,7 +225,9 @@ def _compile(source: bytes, file: str, options: tuple[str, ...]) -> bytes:
     """
     from cuda.bindings import nvrtc
 
-    program = _call(nvrtc.nvrtcCreateProgram, source, file.encode(), 0, [], [])
+    source, *headers = _sources(file)
+    names = [name.encode() for name in _HEADERS]
+    program = _call(nvrtc.nvrtcCreateProgram, source, file.encode(), len(headers), headers, names)
     encoded = [option.encode() for option in options]
     (result,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
     if int(result):

@@ -8,6 +8,8 @@
 //   STAGES   tiles that a warp has in shared memory
 //   IS_HALF  see `common.cuh`
 
+#include "common.cuh"
+
 #define TILE 16                        // tokens of a tile
 #define ROUND (RANKS * WARPS)          // tiles that a cluster reads at once
 #define FEWEST (2 * ROUND)             // tiles of a share, at least
@@ -43,18 +45,6 @@ __device__ __forceinline__ float load_of_rank(const void* pointer, u32 rank) {
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(pointer)), "r"(rank));
   asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
   return value;
-}
-
-__device__ __forceinline__ void arrive_at_cluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void await_cluster() {
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void release_successor() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
 __device__ __forceinline__ int warp_sum(int value) { return __reduce_add_sync(~0u, value); }

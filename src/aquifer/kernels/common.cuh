@@ -1,4 +1,4 @@
-// Begins each source of a kernel in CUDA C++ (`_cuda.py`).
+// What all kernels in CUDA C++ have in common (`_cuda.py`).
 //
 // IS_HALF is 1 for float16, 0 for bfloat16.
 
@@ -17,6 +17,18 @@ typedef unsigned short u16;
 
 __device__ __forceinline__ void await_predecessor() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+__device__ __forceinline__ void release_successor() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+__device__ __forceinline__ void arrive_at_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void await_cluster() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) {

@@ -7,66 +7,24 @@
 //   LEAST_KEYS  keys of a split, at least
 //   IS_HALF     see `common.cuh`
 
+#include "hopper.cuh"
+
 #define ROWS 128                           // rows of a block, 64 for each consumer
 #define TOKENS (ROWS / HEADS)              // tokens of a block
 #define KEYS 128                           // tokens of a tile
 #define STAGES 2                           // tiles of keys, and of values, in shared memory
 #define ITEMS 4                            // items that are known ahead
 #define DIM (HEAD_DIM > 64 ? 128 : 64)
-#define ROW_BYTES 128                      // of 64 elements; a longer row has two parts, in two matrices
 #define PARTS (DIM / 64)
 #define TILE_BYTES (KEYS * DIM * 2)
 #define QUERY_BYTES (ROWS * DIM * 2)
 #define CHUNKS (DIM / 8)                   // of 16 bytes, in a row
-#define GROUP_THREADS 128                  // of a warpgroup
 #define CONSUMER_WARPS 8
 #define COPY_THREADS 64
 #define COPY_ROWS (COPY_THREADS / CHUNKS)  // rows that are copied at once
 #define STORE_ROWS (32 / CHUNKS)           // rows of the result that a warp writes at once
 #define MOST_EXPONENT 8.f                  // of a weight: it is at most 2^8
 #define NO_WINDOW (1 << 30)
-
-struct __align__(64) TensorMap {
-  u64 opaque[16];
-};
-
-// Barriers in shared memory.
-
-__device__ __forceinline__ void init_barrier(u32 barrier, u32 count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-
-__device__ __forceinline__ void arrive(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void arrive_and_expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void await_phase(u32 barrier, u32 parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra over;\n"
-      "bra again;\n"
-      "over:\n"
-      "}" ::"r"(barrier), "r"(parity) : "memory");
-}
-
-// Named barriers, of some threads of the block.
-
-template <int THREADS>
-__device__ __forceinline__ void sync_threads(int id) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
-}
-
-template <int THREADS>
-__device__ __forceinline__ void pass_threads(int id) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
-}
 
 // Makes what this thread wrote to shared memory visible to matrix products.
 __device__ __forceinline__ void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -98,26 +56,6 @@ __device__ __forceinline__ u32 place(int row, int chunk, int num_rows) {
 
 // Matrix products of a warpgroup.
 
-#define F4(r, i) "+f"(r[i]), "+f"(r[i + 1]), "+f"(r[i + 2]), "+f"(r[i + 3])
-#define F16(r, i) F4(r, i), F4(r, i + 4), F4(r, i + 8), F4(r, i + 12)
-#define F32(r, i) F16(r, i), F16(r, i + 16)
-#define NUMBERS32                                                                                        \
-  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27," \
-  "%28,%29,%30,%31"
-#define NUMBERS64                                                                                         \
-  NUMBERS32                                                                                               \
-  ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56," \
-  "%57,%58,%59,%60,%61,%62,%63"
-
-// The low word of the descriptor of a matrix in shared memory, in units of 16 bytes: rows of 128
-// bytes, swizzled, in groups of 8. `lead` is the distance of 64 columns from the next ones, in
-// bytes, where rows are of the product's inner dimension.
-__device__ __forceinline__ u32 matrix(u32 address, u32 lead) {
-  return (address >> 4 & 0x3fff) | (lead >> 4) << 16;
-}
-
-#define HIGH_WORD (8 * ROW_BYTES >> 4 | 1 << 30)
-
 // scores[64, 128] (+)= query[64, 16] keys[128, 16]^T
 __device__ __forceinline__ void multiply_keys(float* s, u32 query, u32 keys, int adds) {
   asm volatile(
@@ -130,7 +68,7 @@ __device__ __forceinline__ void multiply_keys(float* s, u32 query, u32 keys, int
       "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE
       " {" NUMBERS64 "}, query, keys, adds, 1, 1, 0, 0;\n"
       "}"
-      : F32(s, 0), F32(s, 32)
+      : F64(s, 0)
       : "r"(query), "r"(keys), "r"(adds), "n"(HIGH_WORD));
 }
 
@@ -144,7 +82,7 @@ __device__ __forceinline__ void multiply_values(float* o, const u32* p, u32 valu
       "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE
       " {" NUMBERS64 "}, {%64,%65,%66,%67}, values, 1, 1, 1, 1;\n"
       "}"
-      : F32(o, 0), F32(o, 32)
+      : F64(o, 0)
       : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "r"(values), "n"(HIGH_WORD));
 #else
   asm volatile(
@@ -157,21 +95,6 @@ __device__ __forceinline__ void multiply_values(float* o, const u32* p, u32 valu
       : F32(o, 0)
       : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "r"(values), "n"(HIGH_WORD));
 #endif
-}
-
-__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-
-template <int LEFT>
-__device__ __forceinline__ void await_products() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
-}
-
-// Keeps the compiler from moving registers that a product in flight reads or writes.
-template <int N>
-__device__ __forceinline__ void hold(float (&registers)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; i++) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
 // What a block does next: the queries of some tokens, and some of their keys, for HEADS heads.
@@ -253,7 +176,7 @@ __device__ __forceinline__ void init_barriers(const Shared& at) {
     init_barrier(at.item_there + n * 8, 1);
     init_barrier(at.item_read + n * 8, CONSUMER_WARPS + 3);  // and the warps that load
   }
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  fence_barriers();
 }
 
 // Tiles are counted over all items of a block. A barrier's phase is odd every other time.

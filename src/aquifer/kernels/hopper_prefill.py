@@ -30,7 +30,7 @@ from functools import cache
 
 import torch
 
-from aquifer.kernels._cuda import CudaKernel, has_large_blocks
+from aquifer.kernels._cuda import CudaKernel, has_warpgroup_products
 from aquifer.kernels._tensor_map import ALIGNMENT_BYTES, MOST_STRIDE_BYTES, tensor_map
 from aquifer.kernels._triton import MIN_DOT, count_multiprocessors, launch
 from aquifer.kernels.prefill_merge import DeviceSpans, make_partials, merge_partials
@@ -38,8 +38,6 @@ from aquifer.kernels.prefill_work import MIN_SPLIT_KEYS, Tiling
 
 _DTYPES = torch.bfloat16, torch.float16
 _MOST_DIM = 128
-_CAPABILITY = 9, 0
-"""Its products are instructions of Hopper alone."""
 
 # As in the kernel.
 _BLOCK_ROWS = 128
@@ -67,7 +65,7 @@ def fits(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: tor
         and query.dtype == keys.dtype == values.dtype == out.dtype
         and head_dim <= _MOST_DIM
         and head_dim == keys.shape[3] == values.shape[3]
-        and _is_hopper(query.device)
+        and has_warpgroup_products(query.device)
         and keys.stride() == values.stride()
         and keys.stride(0) * keys.itemsize < MOST_STRIDE_BYTES
         and all(map(_is_aligned, (query, keys, values, out)))
@@ -83,11 +81,6 @@ def _is_aligned(tensor: torch.Tensor) -> bool:
         and tensor.stride(-1) == 1
         and all(distance % elements == 0 for distance in distances)
     )
-
-
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    return has_large_blocks(device) and torch.cuda.get_device_capability(device) == _CAPABILITY
 
 
 def hopper_prefill(

@@ -1,0 +1,253 @@
+"""Products of 33 to 256 tokens with a large weight, on Hopper.
+
+Such a product takes about as long to read its weight as to compute, so both have to run all the
+time, side by side. `hopper_linear.cu` has what Triton has no means for, on these GPUs:
+
+- **Two threads** have the hardware copy tiles (TMA), one those of the weight and one those of the
+  tokens, as far ahead as shared memory has room. Those of the weight are copied before the kernel
+  waits for the one that computes the tokens (rules 4 and 5 of `_triton.py`).
+- **Two warpgroups** compute (WGMMA), a half of the tokens each. The weight is the left factor, so
+  that its rows fill the tensor cores and tokens are the short side.
+
+A block has all columns of some rows of the weight, or, where rows are few, a share of the columns
+(split-K). Blocks that share rows then wait for each other, and each adds up the sums of some of the
+tokens, always in the same order. All blocks read the same columns at about the same time, so that
+the tokens' tiles are in the L2 cache. With shares of rows and columns that are as equal as possible
+(stream-K, Osama et al. 2023) they would not, and take longer.
+
+A gated activation is computed in registers: a warpgroup has the rows of the gate and those that
+they multiply.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from aquifer.kernels._cuda import CudaKernel, has_warpgroup_products
+from aquifer.kernels._tensor_map import ALIGNMENT_BYTES, MOST_STRIDE_BYTES, tensor_map
+from aquifer.kernels._triton import count_multiprocessors, launch
+from aquifer.kernels.beside import lane
+
+_DTYPES = torch.bfloat16, torch.float16
+_TOKENS = range(33, 193)
+"""Numbers of tokens with which this kernel is faster; measured."""
+
+_MOST_GATED_TOKENS = range(225, 257)
+"""And with a gate these, too."""
+
+_MOST_TOKENS_OF_MANY_ROWS = 128
+"""Up to here it is faster for weights of more rows than all blocks have at once, without a gate."""
+
+_LEAST_LOAD = 0.75
+"""Share of the blocks' time that rows of so many rounds take up, at least."""
+
+_LEAST_WEIGHT_BYTES = 24 << 20
+"""The kernels for smaller weights are as fast (`linear.py`)."""
+
+_MOST_SPLITS = 8
+_LEAST_STEPS = 8
+"""Tiles of the columns of a share, at least."""
+
+_FEW_ROWS, _MANY_ROWS = 64, 128
+"""Rows of a block: where all blocks have some at once, and otherwise."""
+
+# As in the kernel.
+_TILE_COLUMNS = 64
+_ROW_BYTES = 128
+_NUM_THREADS = 384
+_NUM_WARPGROUPS = 2
+_STORED_TOKENS = 64
+_ALIGNED_BYTES = 1024
+
+_SHARED_BYTES = 210 << 10
+"""Dynamic shared memory of a block: it leaves room for blocks of small kernels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How a product is divided among blocks, and in them."""
+
+    rows: int  # of the weight, for a block
+    tokens: int  # that there is room for
+    num_splits: int = 1  # blocks that have a share of the columns each; a power of two
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of a tile of the weight and one of tokens."""
+        return (self.rows + self.tokens) * _ROW_BYTES
+
+    @property
+    def num_stages(self) -> int:
+        """Such tiles in shared memory."""
+        results_bytes = _NUM_WARPGROUPS * _STORED_TOKENS * _ROW_BYTES
+        return (_SHARED_BYTES - _ALIGNED_BYTES - results_bytes) // self.stage_bytes
+
+
+def fits(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool = False
+) -> bool:
+    """Whether a product is faster so than by `linear.py`'s other ways, and can be computed so.
+
+    Args:
+        x: [tokens, in].
+        weight: [out, in]; [2 out, in] if `gated`, gate before up.
+        bias: [out], or [2 out] if `gated`; or None.
+        gated: whether the gated activation of the product is wanted.
+    """
+    num_in = x.shape[1]
+    num_out = len(weight) // (2 if gated else 1)
+    return (
+        _is_faster(len(x), len(weight), gated=gated, device=x.device)
+        and weight.nbytes >= _LEAST_WEIGHT_BYTES
+        and x.dtype in _DTYPES
+        and x.dtype == weight.dtype
+        and (bias is None or (bias.dtype == x.dtype and bias.is_contiguous()))
+        and weight.is_contiguous()
+        and _is_aligned(x)
+        and _is_aligned(weight)
+        and num_in * x.itemsize % ALIGNMENT_BYTES == 0
+        and num_out * x.itemsize % ALIGNMENT_BYTES == 0
+    )
+
+
+def _is_faster(num_tokens: int, num_rows: int, *, gated: bool, device: torch.device) -> bool:
+    """Whether large weights of so many rows are, on such a device, by measurement."""
+    if num_tokens not in _TOKENS and not (gated and num_tokens in _MOST_GATED_TOKENS):
+        return False
+    if not has_warpgroup_products(device):
+        return False
+    multiprocessors = count_multiprocessors(device)
+    if not gated and -(-num_rows // _FEW_ROWS) <= multiprocessors:
+        return True
+    num_tiles = -(-num_rows // _MANY_ROWS)
+    num_rounds = -(-num_tiles // multiprocessors)
+    has_load = num_tiles >= _LEAST_LOAD * num_rounds * multiprocessors
+    return has_load and (gated or num_tokens <= _MOST_TOKENS_OF_MANY_ROWS)
+
+
+def _is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether each row begins at a multiple of 16 bytes."""
+    row_bytes = tensor.stride(0) * tensor.itemsize
+    return (
+        tensor.stride(1) == 1
+        and tensor.data_ptr() % ALIGNMENT_BYTES == 0
+        and row_bytes % ALIGNMENT_BYTES == 0
+        and row_bytes < MOST_STRIDE_BYTES
+    )
+
+
+def tiling(
+    num_tokens: int, num_rows: int, num_in: int, multiprocessors: int, *, gated: bool
+) -> Tiling:
+    """How a product is divided, by measurement (benchmarks/gpu).
+
+    Args:
+        num_tokens: up to 256.
+        num_rows: rows of the weight.
+        num_in: columns of the weight.
+        multiprocessors: of the device.
+        gated: whether the gated activation of the product is wanted.
+    """
+    unit = 32 if num_tokens in _TOKENS else 64
+    tokens = max(-(-num_tokens // unit) * unit, 64)
+    num_tiles = -(-num_rows // _FEW_ROWS)
+    if gated or num_tiles > multiprocessors:
+        return Tiling(_MANY_ROWS, tokens)
+    num_steps = -(-num_in // _TILE_COLUMNS)
+    num_splits = min(multiprocessors // num_tiles, num_steps // _LEAST_STEPS, _MOST_SPLITS)
+    num_splits = 1 << (max(num_splits, 1).bit_length() - 1)
+    return Tiling(_FEW_ROWS, tokens, num_splits=num_splits)
+
+
+def hopper_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    gated: bool = False,
+    tiling_: Tiling | None = None,
+) -> torch.Tensor:
+    """Compute x @ weight.T + bias, or `silu_mul` of it; see `linear.linear`.
+
+    Pre-condition: `fits`, but for the number of tokens and the size of the weight.
+
+    Args:
+        x: [tokens, in], 1 to 256 tokens.
+        weight: [out, in]; [2 out, in] if `gated`, gate before up.
+        bias: [out], or [2 out] if `gated`; or None.
+        gated: whether the gated activation of the product is wanted, rounded as `silu_mul`.
+        tiling_: replaces the one chosen by measurement; for benchmarks and tests.
+
+    Returns:
+        [tokens, out], contiguous.
+    """
+    num_tokens, num_in = x.shape
+    num_rows = len(weight)
+    num_out = num_rows // (2 if gated else 1)
+    multiprocessors = count_multiprocessors(x.device)
+    of = tiling_ or tiling(num_tokens, num_rows, num_in, multiprocessors, gated=gated)
+    num_items = -(-num_rows // of.rows) * of.num_splits
+    num_blocks = min(multiprocessors, num_items)
+    num_steps = -(-num_in // _TILE_COLUMNS)
+    # Blocks wait for those that they share rows with, and each has columns.
+    assert of.num_splits == 1 or num_blocks == num_items, f"{num_items} blocks do not run at once"
+    assert of.num_splits <= num_steps, f"{of.num_splits} shares of {num_in} columns"
+    counters = _counters(x.device)[lane()]
+    out = x.new_empty(num_tokens, num_out)
+    num_partials = num_items * of.rows * of.tokens if of.num_splits > 1 else 0
+    partials = x.new_empty(num_partials, dtype=torch.float32)
+    weight_rows = of.rows // 2 if gated else of.rows
+    launch(
+        _kernel(of, gated, x.dtype == torch.float16, x.device),
+        (num_blocks,),
+        tensor_map(weight, (weight_rows, _TILE_COLUMNS)),
+        # Rows that there are none of would take hardware longer than others.
+        tensor_map(x, (num_tokens, _TILE_COLUMNS)),
+        0 if bias is None else bias,
+        out,
+        partials,
+        counters[of.num_splits.bit_length() - 1],
+        num_tokens,
+        num_out,
+        num_steps,
+        num_items,
+    )
+    return out
+
+
+@cache
+def _counters(device: torch.device) -> torch.Tensor:
+    """Atomic counters of blocks that have written partial sums, [2, 4, n].
+
+    Those for 1, 2, 4 and 8 splits are multiples of that before and after a kernel. CUDA graphs
+    refer to the tensor, so it is never freed. Kernels of each of two branches (`beside.py`) have
+    their own.
+    """
+    is_capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    assert not is_capturing, "run a product once before it is captured"
+    num_counters = _NUM_WARPGROUPS * count_multiprocessors(device)
+    return torch.zeros(2, _MOST_SPLITS.bit_length(), num_counters, dtype=torch.int32, device=device)
+
+
+@cache
+def _kernel(of: Tiling, gated: bool, is_half: bool, device: torch.device) -> CudaKernel:
+    macros = {
+        "ROWS": of.rows,
+        "TOKENS": of.tokens,
+        "IS_GATED": int(gated),
+        "SPLITS": of.num_splits,
+        "STAGES": of.num_stages,
+        "IS_HALF": int(is_half),
+    }
+    return CudaKernel(
+        "hopper_linear.cu",
+        macros,
+        device,
+        num_threads=_NUM_THREADS,
+        cluster=1,
+        shared_bytes=_SHARED_BYTES,
+        of_this_alone=True,
+    )
