@@ -56,11 +56,11 @@ def test_products(
         if gated:
             exact = silu_mul_reference(exact.to(dtype).double())
         for how in tilings(num_tokens, num_rows, num_in, gated=gated):
-            result = hopper_linear(x, weight, bias, gated=gated, tiling_=how)
+            result = hopper_linear(x, weight, bias, gated=gated, how=how)
             assert result.shape == (num_tokens, num_out)
             assert error(result, exact) < 2 * MAX_ERROR[dtype], how
             # Whichever block is the last, and with the counters that the first call left.
-            again = hopper_linear(x, weight, bias, gated=gated, tiling_=how)
+            again = hopper_linear(x, weight, bias, gated=gated, how=how)
             assert torch.equal(again, result), how
 
 

@@ -35,14 +35,14 @@ _DTYPES = torch.bfloat16, torch.float16
 _TOKENS = range(33, 193)
 """Numbers of tokens with which this kernel is faster; measured."""
 
-_MOST_GATED_TOKENS = range(225, 257)
-"""And with a gate these, too."""
+_GATED_TOKENS = range(225, 257)
+"""Further ones, with a gate."""
 
 _MOST_TOKENS_OF_MANY_ROWS = 128
 """Up to here it is faster for weights of more rows than all blocks have at once, without a gate."""
 
 _LEAST_LOAD = 0.75
-"""Share of the blocks' time that rows of so many rounds take up, at least."""
+"""Blocks take tiles of rows in rounds. At least this share of them has one, in the mean."""
 
 _LEAST_WEIGHT_BYTES = 24 << 20
 """The kernels for smaller weights are as fast (`linear.py`)."""
@@ -114,8 +114,8 @@ def fits(
 
 
 def _is_faster(num_tokens: int, num_rows: int, *, gated: bool, device: torch.device) -> bool:
-    """Whether large weights of so many rows are, on such a device, by measurement."""
-    if num_tokens not in _TOKENS and not (gated and num_tokens in _MOST_GATED_TOKENS):
+    """Whether products with a large weight of so many rows are, by measurement on an H200."""
+    if num_tokens not in _TOKENS and not (gated and num_tokens in _GATED_TOKENS):
         return False
     if not has_warpgroup_products(device):
         return False
@@ -168,7 +168,7 @@ def hopper_linear(
     bias: torch.Tensor | None,
     *,
     gated: bool = False,
-    tiling_: Tiling | None = None,
+    how: Tiling | None = None,
 ) -> torch.Tensor:
     """Compute x @ weight.T + bias, or `silu_mul` of it; see `linear.linear`.
 
@@ -179,7 +179,7 @@ def hopper_linear(
         weight: [out, in]; [2 out, in] if `gated`, gate before up.
         bias: [out], or [2 out] if `gated`; or None.
         gated: whether the gated activation of the product is wanted, rounded as `silu_mul`.
-        tiling_: replaces the one chosen by measurement; for benchmarks and tests.
+        how: replaces the one chosen by measurement; for benchmarks and tests.
 
     Returns:
         [tokens, out], contiguous.
@@ -188,7 +188,7 @@ def hopper_linear(
     num_rows = len(weight)
     num_out = num_rows // (2 if gated else 1)
     multiprocessors = count_multiprocessors(x.device)
-    of = tiling_ or tiling(num_tokens, num_rows, num_in, multiprocessors, gated=gated)
+    of = how or tiling(num_tokens, num_rows, num_in, multiprocessors, gated=gated)
     num_items = -(-num_rows // of.rows) * of.num_splits
     num_blocks = min(multiprocessors, num_items)
     num_steps = -(-num_in // _TILE_COLUMNS)
