@@ -346,10 +346,7 @@ struct Consumer {
         for (int i = 0; i < STORE_TOKENS * CHUNKS / GROUP_THREADS; i++) {
           const u32 place = i * GROUP_THREADS + thread, token = place / CHUNKS, chunk = place % CHUNKS;
           const u32 out_token = first_token + first + token, out_row = row + chunk * 8;
-          uint4 v;
-          asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                       : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                       : "r"(results + token * ROW_BYTES + (chunk ^ token % 8) * 16) : "memory");
+          const uint4 v = load16(results + token * ROW_BYTES + (chunk ^ token % 8) * 16);
           if (out_token < of.num_tokens && out_row < of.num_out)
             *(uint4*)(of.out + (u64)out_token * of.num_out + out_row) = v;
         }

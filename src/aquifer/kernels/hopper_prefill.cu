@@ -33,13 +33,6 @@ __device__ __forceinline__ void store4(u32 to, u32 value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(value) : "memory");
 }
 
-__device__ __forceinline__ uint4 load16(u32 from) {
-  uint4 v;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
-  return v;
-}
-
 // A tile's part from [slot, token, head, dim].
 __device__ __forceinline__ void copy_box(u32 to, const TensorMap* map, u32 barrier, int dim, int head, int token,
                                          int slot) {
