@@ -107,6 +107,7 @@ def test_tilings(num_rows: int, multiprocessors: int, gated: bool) -> None:
         num_items = -(-num_rows // how.rows) * how.num_splits
         assert how.num_splits == 1 or num_items <= multiprocessors
         assert how.num_splits <= -(-num_in // 64)
+        assert how.num_splits == 1 or how.tokens % 64 == 0
         assert how.num_stages >= 4
 
 

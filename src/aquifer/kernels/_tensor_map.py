@@ -102,6 +102,18 @@ class TensorMap:
             self.address = address
 
 
+def is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether a tensor can have a map: rows begin at multiples of 16 bytes, and are as long."""
+    elements = ALIGNMENT_BYTES // tensor.itemsize
+    distances = tensor.shape[-1], *tensor.stride()[:-1]
+    return (
+        tensor.data_ptr() % ALIGNMENT_BYTES == 0
+        and tensor.stride(-1) == 1
+        and all(distance % elements == 0 for distance in distances)
+        and max(distances) * tensor.itemsize < MOST_STRIDE_BYTES
+    )
+
+
 def tensor_map(tensor: torch.Tensor, tile: tuple[int, ...]) -> TensorMap:
     """The map of a tensor, kept for the next call; not to be moved. See `TensorMap`."""
     return _kept(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tile)

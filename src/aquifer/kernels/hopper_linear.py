@@ -27,7 +27,7 @@ from functools import cache
 import torch
 
 from aquifer.kernels._cuda import CudaKernel, has_warpgroup_products
-from aquifer.kernels._tensor_map import ALIGNMENT_BYTES, MOST_STRIDE_BYTES, tensor_map
+from aquifer.kernels._tensor_map import ALIGNMENT_BYTES, is_aligned, tensor_map
 from aquifer.kernels._triton import count_multiprocessors, launch
 from aquifer.kernels.beside import lane
 
@@ -97,7 +97,6 @@ def fits(
         bias: [out], or [2 out] if `gated`; or None.
         gated: whether the gated activation of the product is wanted.
     """
-    num_in = x.shape[1]
     num_out = len(weight) // (2 if gated else 1)
     return (
         _is_faster(len(x), len(weight), gated=gated, device=x.device)
@@ -106,9 +105,8 @@ def fits(
         and x.dtype == weight.dtype
         and (bias is None or (bias.dtype == x.dtype and bias.is_contiguous()))
         and weight.is_contiguous()
-        and _is_aligned(x)
-        and _is_aligned(weight)
-        and num_in * x.itemsize % ALIGNMENT_BYTES == 0
+        and is_aligned(x)
+        and is_aligned(weight)
         and num_out * x.itemsize % ALIGNMENT_BYTES == 0
     )
 
@@ -126,17 +124,6 @@ def _is_faster(num_tokens: int, num_rows: int, *, gated: bool, device: torch.dev
     num_rounds = -(-num_tiles // multiprocessors)
     has_load = num_tiles >= _LEAST_LOAD * num_rounds * multiprocessors
     return has_load and (gated or num_tokens <= _MOST_TOKENS_OF_MANY_ROWS)
-
-
-def _is_aligned(tensor: torch.Tensor) -> bool:
-    """Whether each row begins at a multiple of 16 bytes."""
-    row_bytes = tensor.stride(0) * tensor.itemsize
-    return (
-        tensor.stride(1) == 1
-        and tensor.data_ptr() % ALIGNMENT_BYTES == 0
-        and row_bytes % ALIGNMENT_BYTES == 0
-        and row_bytes < MOST_STRIDE_BYTES
-    )
 
 
 def tiling(
@@ -159,6 +146,8 @@ def tiling(
     num_steps = -(-num_in // _TILE_COLUMNS)
     num_splits = min(multiprocessors // num_tiles, num_steps // _LEAST_STEPS, _MOST_SPLITS)
     num_splits = 1 << (max(num_splits, 1).bit_length() - 1)
+    if num_splits > 1:  # so that blocks divide the tokens among them
+        tokens = -(-num_tokens // 64) * 64
     return Tiling(_FEW_ROWS, tokens, num_splits=num_splits)
 
 

@@ -31,7 +31,7 @@ from functools import cache
 import torch
 
 from aquifer.kernels._cuda import CudaKernel, has_warpgroup_products
-from aquifer.kernels._tensor_map import ALIGNMENT_BYTES, MOST_STRIDE_BYTES, tensor_map
+from aquifer.kernels._tensor_map import is_aligned, tensor_map
 from aquifer.kernels._triton import MIN_DOT, count_multiprocessors, launch
 from aquifer.kernels.prefill_merge import DeviceSpans, make_partials, merge_partials
 from aquifer.kernels.prefill_work import MIN_SPLIT_KEYS, Tiling
@@ -67,19 +67,7 @@ def fits(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: tor
         and head_dim == keys.shape[3] == values.shape[3]
         and has_warpgroup_products(query.device)
         and keys.stride() == values.stride()
-        and keys.stride(0) * keys.itemsize < MOST_STRIDE_BYTES
-        and all(map(_is_aligned, (query, keys, values, out)))
-    )
-
-
-def _is_aligned(tensor: torch.Tensor) -> bool:
-    """Whether each head begins at a multiple of 16 bytes, and is a multiple of 16 bytes long."""
-    elements = ALIGNMENT_BYTES // tensor.itemsize
-    distances = tensor.shape[-1], *tensor.stride()[:-1]
-    return (
-        tensor.data_ptr() % ALIGNMENT_BYTES == 0
-        and tensor.stride(-1) == 1
-        and all(distance % elements == 0 for distance in distances)
+        and all(map(is_aligned, (query, keys, values, out)))
     )
 
 
