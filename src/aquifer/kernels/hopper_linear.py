@@ -38,7 +38,7 @@ _TOKENS = range(33, 193)
 _GATED_TOKENS = range(225, 257)
 """Further ones, with a gate."""
 
-_MOST_TOKENS_OF_MANY_ROWS = 128
+_MOST_TOKENS_OF_MANY_ROWS = 64
 """Up to here it is faster for weights of more rows than all blocks have at once, without a gate."""
 
 _LEAST_LOAD = 0.75
