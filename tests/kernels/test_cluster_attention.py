@@ -46,7 +46,7 @@ def device() -> torch.device:
 def clusters(case: Case) -> Config:
     """The default config, but with clusters for any number of rows."""
     batch, num_heads, head_dim = case.query.shape
-    assert cluster_attention.are_aligned(case.query, case.keys, case.values)
+    assert cluster_attention.can_read(case.query, case.keys, case.values)
     sms = count_multiprocessors(case.query.device)
     config = default_config(
         batch, num_heads, case.values.shape[2], head_dim, case.values.dtype, sms, paged=False

@@ -6,6 +6,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from aquifer.kernels import _cuda, _triton, cluster_attention, hopper_linear, hopper_prefill
-from aquifer.kernels._cuda import CudaError, CudaKernel, has_large_blocks
+from aquifer.kernels._cuda import CudaError, CudaKernel, has_large_blocks, is_usable
 from aquifer.kernels._tensor_map import TensorMap
 from aquifer.kernels.prefill_attention import PrefillSpans
 
@@ -121,6 +122,32 @@ def test_an_error_of_the_compiler(nvrtc, tmp_path):
     with pytest.raises(CudaError, match=f"NVRTC cannot compile {FILE}"):
         _cuda.compiled(FILE, ("bad",))
     assert not (tmp_path / "kernels").exists()
+
+
+def test_a_source_with_a_kernel_that_cannot_be_compiled_is_used_no_more(
+    hopper, nvrtc, monkeypatch, caplog
+):
+    """So a model starts without it, and is told of once."""
+    monkeypatch.setattr(_cuda, "_refused", set())
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    driver = SimpleNamespace(cuModuleLoadData=lambda _: (0, None))
+    monkeypatch.setattr(sys.modules["cuda.bindings"], "driver", driver, raising=False)
+    nvrtc.nvrtcCompileProgram = lambda *_: (6,)
+    device = torch.device("cuda", 0)
+    assert is_usable(FILE, device)
+    for value in (1, 2):
+        macros = {"FAILS": value}
+        kernel = CudaKernel(FILE, macros, device, num_threads=32, cluster=1, shared_bytes=0)
+        with pytest.raises(CudaError, match=f"NVRTC cannot compile {FILE}"):
+            kernel[(1,)](torch.zeros(1))
+    assert not is_usable(FILE, device)
+    assert is_usable(FILE, torch.device("cuda", 1))
+    assert is_usable("hopper_linear.cu", device)
+    assert caplog.text.count("some kernels are slower, since one cannot be used") == 1
+    rows = torch.zeros(2, 8, 64)
+    assert cluster_attention.can_read(rows, rows[:, None], rows[:, None])  # on another device
+    monkeypatch.setattr(cluster_attention, "is_usable", lambda file, _: is_usable(file, device))
+    assert not cluster_attention.can_read(rows, rows[:, None], rows[:, None])
 
 
 def test_a_kernel_is_not_launched_where_kernels_are_collected(monkeypatch):

@@ -7,7 +7,8 @@ others by `compiled_together`. What was compiled is kept on disk, in the folder 
 what it compiles.
 
 NVRTC comes with PyTorch for CUDA. Sources are files of this package, which include others of it
-alone.
+alone. Where a kernel cannot be compiled or loaded, such as by a driver older than NVRTC, its
+source is used no more (`is_usable`), and the kernels in Triton or cuBLAS serve.
 """
 
 from __future__ import annotations
@@ -45,6 +46,10 @@ MOST_SHARED_BYTES = 227 << 10
 """Shared memory that a block may have, on Hopper and on Blackwell's data centre GPUs."""
 
 
+_refused: set[tuple[str, torch.device]] = set()
+"""Sources of which a kernel could not be compiled or loaded for a device."""
+
+
 class CudaError(RuntimeError):
     """NVRTC or the driver refused a kernel."""
 
@@ -77,6 +82,11 @@ def has_warpgroup_products(device: torch.device) -> bool:
     """Whether kernels with matrix products of a warpgroup (WGMMA) can be compiled for a device:
     instructions of Hopper alone."""
     return has_large_blocks(device) and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def is_usable(file: str, device: torch.device) -> bool:
+    """Whether no kernel of a source has failed to be compiled or loaded for a device."""
+    return (file, device) not in _refused
 
 
 class CudaKernel:
@@ -159,26 +169,40 @@ class CudaKernel:
         return LoadedKernel(self._function, blocks)
 
     def _build(self) -> None:
-        """Compile and load the kernel, or load it from disk."""
-        from cuda.bindings import driver
+        """Compile and load the kernel, or load it from disk.
 
+        Raises:
+            CudaError: that failed; the source is not usable any more.
+        """
         with self._building:
             if self._function is not None:
                 return
             compilations.count += 1
-            major, minor = torch.cuda.get_device_capability(self._device)
-            options = (
-                f"--gpu-architecture=sm_{major}{minor}{self._suffix}",
-                "--std=c++17",
-                *self._options,
-            )
-            with torch.cuda.device(self._device):
-                module = _call(driver.cuModuleLoadData, compiled(self._file, options))
-            name = self._file.partition(".")[0].encode()
-            function = _call(driver.cuModuleGetFunction, module, name)
-            shared = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            _call(driver.cuFuncSetAttribute, function, shared, self._shared_bytes)
-            self._function = function
+            try:
+                self._function = self._load()
+            except CudaError as error:
+                if is_usable(self._file, self._device):
+                    _refused.add((self._file, self._device))
+                    _log.warning("some kernels are slower, since one cannot be used: %s", error)
+                raise
+
+    def _load(self) -> Any:
+        """Compile and load the kernel, or load it from disk; returns the driver's function."""
+        from cuda.bindings import driver
+
+        major, minor = torch.cuda.get_device_capability(self._device)
+        options = (
+            f"--gpu-architecture=sm_{major}{minor}{self._suffix}",
+            "--std=c++17",
+            *self._options,
+        )
+        with torch.cuda.device(self._device):
+            module = _call(driver.cuModuleLoadData, compiled(self._file, options))
+        name = self._file.partition(".")[0].encode()
+        function = _call(driver.cuModuleGetFunction, module, name)
+        shared = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _call(driver.cuFuncSetAttribute, function, shared, self._shared_bytes)
+        return function
 
 
 def compiled(file: str, options: tuple[str, ...]) -> bytes:

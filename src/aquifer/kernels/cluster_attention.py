@@ -28,7 +28,7 @@ from functools import cache
 
 import torch
 
-from aquifer.kernels._cuda import MOST_SHARED_BYTES, CudaKernel, has_large_blocks
+from aquifer.kernels._cuda import MOST_SHARED_BYTES, CudaKernel, has_large_blocks, is_usable
 from aquifer.kernels._triton import count_multiprocessors, launch
 
 ROWS = range(2, 9)
@@ -42,6 +42,7 @@ MOST_KV_HEADS = 16
 MOST_COUNTERS = 2 * ROWS[-1] * MOST_KV_HEADS
 """Counters of the largest call that `fits`."""
 
+_FILE = "cluster_attention.cu"
 _HEAD_DIMS = 64, 128
 _MOST_GROUP = 8
 _DTYPES = torch.bfloat16, torch.float16
@@ -76,12 +77,17 @@ def fits(query: torch.Tensor, values: torch.Tensor) -> bool:
     )
 
 
-def are_aligned(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether keys and values are laid out alike, and all rows begin at multiples of 16 bytes."""
-    return keys.stride() == values.stride() and all(
-        tensor.data_ptr() % _ALIGNMENT_BYTES == 0
-        and all(step * tensor.itemsize % _ALIGNMENT_BYTES == 0 for step in tensor.stride()[:-1])
-        for tensor in (query, keys, values)
+def can_read(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether the kernel is usable, keys and values are laid out alike, and all rows begin at
+    multiples of 16 bytes."""
+    return (
+        is_usable(_FILE, query.device)
+        and keys.stride() == values.stride()
+        and all(
+            tensor.data_ptr() % _ALIGNMENT_BYTES == 0
+            and all(step * tensor.itemsize % _ALIGNMENT_BYTES == 0 for step in tensor.stride()[:-1])
+            for tensor in (query, keys, values)
+        )
     )
 
 
@@ -99,7 +105,7 @@ def cluster_attention(
 ) -> None:
     """Attend over all KV of each row's sequence; see `decode_attention.decode_attention`.
 
-    Pre-conditions: `fits`, but for the number of rows, and `are_aligned`. `slots` and `lengths`
+    Pre-conditions: `fits`, but for the number of rows, and `can_read`. `slots` and `lengths`
     have one dtype.
 
     Args:
@@ -167,7 +173,7 @@ def _kernel(
         "IS_HALF": int(is_half),
     }
     return CudaKernel(
-        "cluster_attention.cu",
+        _FILE,
         macros,
         device,
         num_threads=_WARPS * 32,

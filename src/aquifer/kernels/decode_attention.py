@@ -50,7 +50,7 @@ from aquifer.kernels._triton import (
     tl,
 )
 from aquifer.kernels.alibi import load_slopes, with_alibi
-from aquifer.kernels.cluster_attention import MOST_COUNTERS, are_aligned, cluster_attention, fits
+from aquifer.kernels.cluster_attention import MOST_COUNTERS, can_read, cluster_attention, fits
 from aquifer.kernels.sinks import load_sinks, softmax_with_sinks
 
 _MERGE_ELEMENTS = 8192
@@ -351,7 +351,7 @@ def decode_attention(
         return
     options = window_tokens, softcap, sinks, slopes
     is_plain = not beside and all(option is None for option in options)
-    if config.by_clusters and is_plain and are_aligned(query, keys, values):
+    if config.by_clusters and is_plain and can_read(query, keys, values):
         cluster_attention(
             query,
             keys,

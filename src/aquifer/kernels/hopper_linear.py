@@ -26,7 +26,7 @@ from functools import cache
 
 import torch
 
-from aquifer.kernels._cuda import CudaKernel, has_warpgroup_products
+from aquifer.kernels._cuda import CudaKernel, has_warpgroup_products, is_usable
 from aquifer.kernels._tensor_map import ALIGNMENT_BYTES, is_aligned, tensor_map
 from aquifer.kernels._triton import count_multiprocessors, launch
 from aquifer.kernels.beside import lane
@@ -53,6 +53,8 @@ _LEAST_STEPS = 8
 
 _FEW_ROWS, _MANY_ROWS = 64, 128
 """Rows of a block: where all blocks have some at once, and otherwise."""
+
+_FILE = "hopper_linear.cu"
 
 # As in the kernel.
 _TILE_COLUMNS = 64
@@ -108,6 +110,7 @@ def fits(
         and is_aligned(x)
         and is_aligned(weight)
         and num_out * x.itemsize % ALIGNMENT_BYTES == 0
+        and is_usable(_FILE, x.device)
     )
 
 
@@ -232,7 +235,7 @@ def _kernel(of: Tiling, gated: bool, is_half: bool, device: torch.device) -> Cud
         "IS_HALF": int(is_half),
     }
     return CudaKernel(
-        "hopper_linear.cu",
+        _FILE,
         macros,
         device,
         num_threads=_NUM_THREADS,

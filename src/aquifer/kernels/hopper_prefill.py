@@ -30,7 +30,7 @@ from functools import cache
 
 import torch
 
-from aquifer.kernels._cuda import CudaKernel, has_warpgroup_products
+from aquifer.kernels._cuda import CudaKernel, has_warpgroup_products, is_usable
 from aquifer.kernels._tensor_map import is_aligned, tensor_map
 from aquifer.kernels._triton import MIN_DOT, count_multiprocessors, launch
 from aquifer.kernels.prefill_merge import DeviceSpans, make_partials, merge_partials
@@ -38,6 +38,8 @@ from aquifer.kernels.prefill_work import MIN_SPLIT_KEYS, Tiling
 
 _DTYPES = torch.bfloat16, torch.float16
 _MOST_DIM = 128
+
+_FILE = "hopper_prefill.cu"
 
 # As in the kernel.
 _BLOCK_ROWS = 128
@@ -68,6 +70,7 @@ def fits(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: tor
         and has_warpgroup_products(query.device)
         and keys.stride() == values.stride()
         and all(map(is_aligned, (query, keys, values, out)))
+        and is_usable(_FILE, query.device)
     )
 
 
@@ -163,7 +166,7 @@ def _kernel(
     num_tiles = 2 + 2 * _NUM_STAGES
     padded_dim = -(-head_dim // _TILE_DIM) * _TILE_DIM
     return CudaKernel(
-        "hopper_prefill.cu",
+        _FILE,
         macros,
         device,
         num_threads=_NUM_THREADS,
