@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import socket
 import threading
@@ -21,7 +22,10 @@ from aquifer.serve.fleet import Fleet, LocalFleet
 from aquifer.serve.hub import Hub
 from aquifer.serve.logs import configure_logging
 from aquifer.serve.pipe import STOP_SIGNALS
+from aquifer.serve.start_times import StartTimes
 from aquifer.serve.web_processes import WebProcesses
+
+_log = logging.getLogger(__name__)
 
 
 def serve(
@@ -81,6 +85,7 @@ class _Server:
         self._listener = listener
         self._hub = Hub(engine, config, fleet)
         self._web: WebSide | None = None
+        self._times = StartTimes()
         self._stopping = asyncio.Event()
 
     async def run(
@@ -128,10 +133,16 @@ class _Server:
 
     async def _open(self, web: WebSide, on_progress: Callable[[LoadProgress], None]) -> None:
         """Load the tokenizers while the engine process loads the weights."""
+
+        def note(progress: LoadProgress) -> None:
+            self._times.update(progress)
+            on_progress(progress)
+
         await web.prepare()
-        models = await self._hub.ready(on_progress)
+        models = await self._hub.ready(note)
         await web.open(models)
         await self._hub.log(models)
+        _log.info(self._times.summary())
 
     def _on_signal(self) -> None:
         if self._stopping.is_set():
