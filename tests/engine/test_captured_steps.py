@@ -125,8 +125,8 @@ def test_tokens_are_those_of_steps_that_are_not_captured(
 ) -> None:
     """Prompts of several lengths, cut into chunks, beside sequences that decode."""
     random = np.random.default_rng(0)
-    prompts = [random.integers(150, size=n).tolist() for n in (3, 33, 60, 1)]
-    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (6, 3, 3, 2)]
+    prompts = [random.integers(150, size=n).tolist() for n in (3, 33, 41, 1)]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (4, 2, 2, 2)]
     steps: list[ChunkStep] = []
     run = WholeGraphs.run
 

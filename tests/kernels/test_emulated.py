@@ -1,0 +1,269 @@
+"""Kernels in CUDA C++ on the CPU (`emulation/emulated_kernel.py`), against their references in
+float64. KV is NaN if unwritten, and so is shared memory."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from tests.kernels.emulation.emulated_kernel import (
+    COMPILER,
+    SOURCES,
+    EmulatedKernel,
+    EmulatedMap,
+    EmulationError,
+)
+from tests.kernels.interpreter import interpret
+from tests.kernels.test_cluster_attention import make as make_decode
+from tests.kernels.test_decode_attention import check as check_decode
+from tests.kernels.test_hopper_prefill import check_with as check_prefill
+from tests.kernels.test_hopper_prefill import make as make_prefill
+from tests.kernels.test_linear import Random, error, exact_product
+
+from aquifer.kernels import cluster_attention, hopper_linear, hopper_prefill
+from aquifer.kernels.activation import silu_mul_reference
+from aquifer.kernels.decode_attention import default_config
+from aquifer.kernels.hopper_linear import Tiling
+
+CPU = torch.device("cpu")
+
+Emulate = Callable[..., None]
+"""Has a module's kernel emulated, on a device with so many multiprocessors."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where kernels are compiled, each once."""
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture
+def emulate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Emulate:
+    if COMPILER is None:
+        pytest.skip("needs a C++ compiler")
+    pytest.importorskip("triton")
+    interpret(monkeypatch)  # what comes before and after the kernel is in Triton
+
+    def emulate(module: ModuleType, multiprocessors: int, sources: Path = SOURCES) -> None:
+        # Blocks of the product wait for each other.
+        together = module is hopper_linear
+        kernel = partial(EmulatedKernel, folder=folder, sources=sources, together=together)
+        changes = {
+            "CudaKernel": kernel,
+            "tensor_map": EmulatedMap,
+            "count_multiprocessors": lambda _: multiprocessors,
+            "has_warpgroup_products": lambda _: True,
+        }
+        for name, value in changes.items():
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, value)
+        for name in ("_kernel", "_counters"):  # not those of other tests
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, cache(getattr(module, name).__wrapped__))
+
+    return emulate
+
+
+# ---- decode attention by clusters
+
+
+def attend(lengths: list[int], multiprocessors: int = 8, **shape) -> None:
+    shape = {"num_heads": 8, "num_kv_heads": 2, "key_dim": 64, **shape}
+    case = make_decode(CPU, lengths, **shape)
+    config = default_config(
+        len(lengths),
+        shape["num_heads"],
+        shape["num_kv_heads"],
+        shape["key_dim"],
+        case.values.dtype,
+        multiprocessors,
+        paged=False,
+    )
+    # The workspace has room for the partial results of 132 multiprocessors.
+    check_decode(case, replace(config, by_clusters=True, num_shares=64))
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [1],
+        [577],
+        [15, 16, 17, 255, 1, 31],
+        [300, 100, 128, 299],
+        list(range(20, 120, 20)),
+        [900, *[40] * 7],
+        [0, 70, 0, 300],
+        [0, 0],
+    ],
+    ids=str,
+)
+def test_decode_attention(emulate: Emulate, lengths: list[int]) -> None:
+    emulate(cluster_attention, 8)
+    attend(lengths)
+
+
+@pytest.mark.parametrize(
+    ("group", "dim", "dtype"),
+    [(1, 128, torch.bfloat16), (7, 64, torch.float16), (8, 128, torch.bfloat16)],
+)
+def test_heads_of_decode_attention(
+    emulate: Emulate, group: int, dim: int, dtype: torch.dtype
+) -> None:
+    emulate(cluster_attention, 8)
+    attend([300, 12, 0, 77], num_heads=2 * group, key_dim=dim, dtype=dtype)
+
+
+# ---- prefill attention
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((4, 2, 64), torch.float16), ((7, 1, 80), torch.bfloat16), ((2, 2, 128), torch.bfloat16)],
+)
+def test_prefill_attention(
+    emulate: Emulate, shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    emulate(hopper_prefill, 3)
+    for chunks in ([(0, 128)], [(200, 1)], [(0, 17), (3, 1), (130, 140), (128, 128)]):
+        case = make_prefill(CPU, chunks, shape, max_tokens=300, dtype=dtype)
+        check_prefill(case, scale=shape[2] ** -0.5)
+
+
+@pytest.mark.parametrize("options", [{"num_splits": 2}, {"window_tokens": 100}], ids=str)
+def test_parts_of_the_keys(emulate: Emulate, options: dict[str, int]) -> None:
+    emulate(hopper_prefill, 3)
+    chunks = [(0, 17), (600, 1), (1000, 60)]
+    check_prefill(make_prefill(CPU, chunks, (4, 1, 64), max_tokens=1100), **options)
+
+
+# ---- products
+
+
+def multiply(
+    num_tokens: int,
+    num_out: int,
+    num_in: int,
+    how: Tiling | None,
+    *,
+    gated: bool,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    random = Random(CPU, dtype, num_out)
+    num_rows = 2 * num_out if gated else num_out
+    x, weight = random.rows(num_tokens, num_in), random(num_rows, num_in) * num_in**-0.5
+    bias = random(num_rows)
+    exact = exact_product(x, weight, bias)
+    if gated:
+        exact = silu_mul_reference(exact.to(dtype).double())
+    result = hopper_linear.hopper_linear(x, weight, bias, gated=gated, how=how)
+    assert error(result, exact) < {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_out", "num_in", "how"),
+    [
+        (1, 8, 64, None),
+        (40, 128, 128, None),
+        (100, 200, 136, None),
+        (129, 904, 72, None),  # in several rounds
+        (70, 128, 256, Tiling(64, 128, 2)),
+        (33, 64, 512, Tiling(64, 64, 4)),
+        (256, 128, 200, Tiling(128, 256, 2)),
+    ],
+)
+def test_products(
+    emulate: Emulate, num_tokens: int, num_out: int, num_in: int, how: Tiling | None
+) -> None:
+    emulate(hopper_linear, 6)
+    multiply(num_tokens, num_out, num_in, how, gated=False)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_out", "num_in", "dtype"),
+    [(50, 104, 72, torch.bfloat16), (250, 512, 64, torch.float16)],
+)
+def test_gated_products(
+    emulate: Emulate, num_tokens: int, num_out: int, num_in: int, dtype: torch.dtype
+) -> None:
+    emulate(hopper_linear, 6)
+    multiply(num_tokens, num_out, num_in, None, gated=True, dtype=dtype)
+
+
+# ---- that errors are found
+
+
+def decode() -> None:
+    attend([300, 12])
+
+
+def prefill() -> None:
+    check_prefill(make_prefill(CPU, [(0, 17), (130, 140)], (2, 2, 64), max_tokens=300))
+
+
+def product() -> None:
+    multiply(70, 128, 2048, Tiling(64, 128, 2), gated=False)
+
+
+@pytest.mark.parametrize(
+    ("module", "run", "before", "after"),
+    [
+        (cluster_attention, decode, "(lane & 8) * 2;", "(lane & 8) * 4;"),
+        (cluster_attention, decode, "at * TILE + lane % 4 * 2", "at * TILE + lane % 4"),
+        (hopper_prefill, prefill, "num_rows = item.limit", "num_rows = 1 + item.limit"),
+        (hopper_prefill, prefill, "((chunk % 8) ^ (row % 8)) * 16", "chunk % 8 * 16"),
+        (hopper_linear, product, "lane / 16 * 8 + lane % 8", "lane / 8 * 4 + lane % 8"),
+        (hopper_linear, product, "turn.stage * (TILE_BYTES >> 4)", "0"),
+    ],
+)
+def test_a_wrong_result_is_found(
+    emulate: Emulate,
+    tmp_path: Path,
+    module: ModuleType,
+    run: Callable[[], None],
+    before: str,
+    after: str,
+) -> None:
+    emulate(module, 8, _changed(tmp_path, module, before, after))
+    with pytest.raises(AssertionError):
+        run()
+
+
+@pytest.mark.parametrize(
+    ("module", "run", "before", "after", "failure"),
+    [
+        (cluster_attention, decode, "arrive_at_cluster();\n    await", "await", "wait for each"),
+        (hopper_prefill, prefill, "release(at.keys_read", "(void)(at.keys_read", "wait for each"),
+        (hopper_linear, product, "if (lane == 0) arrive(read);", "", "wait for each other"),
+        (hopper_linear, product, "at.tiles + STAGES * TILE_BYTES", "1 << 20", "outside of shared"),
+        (hopper_linear, product, "+ 1023) / 1024 * 1024", "+ 127) / 128 * 128 + 128", "not fit"),
+    ],
+)
+def test_what_a_kernel_must_not_do_is_found(
+    emulate: Emulate,
+    tmp_path: Path,
+    module: ModuleType,
+    run: Callable[[], None],
+    before: str,
+    after: str,
+    failure: str,
+) -> None:
+    emulate(module, 8, _changed(tmp_path, module, before, after))
+    with pytest.raises(EmulationError, match=failure):
+        run()
+
+
+def _changed(folder: Path, module: ModuleType, before: str, after: str) -> Path:
+    """The sources, with a change in that of a module."""
+    for header in SOURCES.glob("*.cuh"):
+        shutil.copy(header, folder)
+    name = module.__name__.rpartition(".")[2] + ".cu"
+    text = (SOURCES / name).read_text()
+    assert before in text
+    (folder / name).write_text(text.replace(before, after))
+    return folder
