@@ -204,7 +204,7 @@ def _instruction_name(text: str) -> str:
 
 def _entry(name: str, source: str) -> str:
     """A function that runs the kernel with its arguments as 64 bits each."""
-    (parameters,) = re.findall(rf"__global__ void [^(]*\([^)]*\)\s*{name}\(([^)]*)\)", source)
+    (parameters,) = re.findall(rf"\b{name}\(([^)]*)\)\s*\{{", source)
     values: list[str] = []
     for number, parameter in enumerate(parameters.split(",")):
         kind = re.sub(r"\s*\b\w+$", "", parameter.replace("__grid_constant__", "").strip())
