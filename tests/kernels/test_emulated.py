@@ -3,6 +3,7 @@ float64. KV is NaN if unwritten, and so is shared memory."""
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,12 +40,18 @@ Emulate = Callable[..., None]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where kernels are compiled, each once."""
-    return tmp_path_factory.mktemp("kernels")
+    """Where kernels are compiled, each once for all processes of the tests."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "kernels"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
-@pytest.fixture
-def emulate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Emulate:
+@pytest.fixture(params=["at once", "late"])
+def emulate(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> Emulate:
+    """What has kernels emulated. Their copies and matrix products are made at once, or late."""
     if COMPILER is None:
         pytest.skip("needs a C++ compiler")
     pytest.importorskip("triton")
@@ -53,7 +60,13 @@ def emulate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Emulate:
     def emulate(module: ModuleType, multiprocessors: int, sources: Path = SOURCES) -> None:
         # Blocks of the product wait for each other.
         together = module is hopper_linear
-        kernel = partial(EmulatedKernel, folder=folder, sources=sources, together=together)
+        kernel = partial(
+            EmulatedKernel,
+            folder=folder,
+            sources=sources,
+            together=together,
+            late=request.param == "late",
+        )
         changes = {
             "CudaKernel": kernel,
             "tensor_map": EmulatedMap,
@@ -130,7 +143,7 @@ def test_prefill_attention(
     emulate: Emulate, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
     emulate(hopper_prefill, 3)
-    for chunks in ([(0, 128)], [(200, 1)], [(0, 17), (3, 1), (130, 140), (128, 128)]):
+    for chunks in ([(0, 70)], [(200, 1)], [(0, 17), (3, 1), (130, 30), (120, 12)]):
         case = make_prefill(CPU, chunks, shape, max_tokens=300, dtype=dtype)
         check_prefill(case, scale=shape[2] ** -0.5)
 
@@ -203,20 +216,24 @@ def decode() -> None:
 
 
 def prefill() -> None:
-    check_prefill(make_prefill(CPU, [(0, 17), (130, 140)], (2, 2, 64), max_tokens=300))
+    chunks = [(0, 5), (130, 20), (140, 9), (200, 3)]
+    check_prefill(make_prefill(CPU, chunks, (2, 2, 64), max_tokens=300))
 
 
 def product() -> None:
     multiply(70, 128, 2048, Tiling(64, 128, 2), gated=False)
 
 
+at_once = pytest.mark.parametrize("emulate", ["at once"], indirect=True)
+late = pytest.mark.parametrize("emulate", ["late"], indirect=True)
+
+
+@at_once
 @pytest.mark.parametrize(
     ("module", "run", "before", "after"),
     [
         (cluster_attention, decode, "(lane & 8) * 2;", "(lane & 8) * 4;"),
-        (cluster_attention, decode, "at * TILE + lane % 4 * 2", "at * TILE + lane % 4"),
         (hopper_prefill, prefill, "num_rows = item.limit", "num_rows = 1 + item.limit"),
-        (hopper_prefill, prefill, "((chunk % 8) ^ (row % 8)) * 16", "chunk % 8 * 16"),
         (hopper_linear, product, "lane / 16 * 8 + lane % 8", "lane / 8 * 4 + lane % 8"),
         (hopper_linear, product, "turn.stage * (TILE_BYTES >> 4)", "0"),
     ],
@@ -229,17 +246,49 @@ def test_a_wrong_result_is_found(
     before: str,
     after: str,
 ) -> None:
-    emulate(module, 8, _changed(tmp_path, module, before, after))
+    emulate(module, 4, _changed(tmp_path, module, before, after))
     with pytest.raises(AssertionError):
         run()
 
 
+@late
+@pytest.mark.parametrize(
+    ("module", "run", "before", "after"),
+    [
+        (cluster_attention, decode, '"n"(STAGES - 1)', '"n"(STAGES)'),
+        (hopper_prefill, prefill, 'asm volatile("cp.async.wait_all;" ::: "memory");', ""),
+        (hopper_prefill, prefill, "await_products<1>();", ""),
+        (hopper_linear, product, "await_products<1>();", ""),
+        (hopper_linear, product, "await_phase(at.there + turn.stage * 8, turn.parity);", ""),
+    ],
+)
+def test_a_wait_that_is_missing_is_found(
+    emulate: Emulate,
+    tmp_path: Path,
+    module: ModuleType,
+    run: Callable[[], None],
+    before: str,
+    after: str,
+) -> None:
+    emulate(module, 4, _changed(tmp_path, module, before, after))
+    with pytest.raises((AssertionError, EmulationError)):
+        run()
+
+
+@at_once
 @pytest.mark.parametrize(
     ("module", "run", "before", "after", "failure"),
     [
         (cluster_attention, decode, "arrive_at_cluster();\n    await", "await", "wait for each"),
         (hopper_prefill, prefill, "release(at.keys_read", "(void)(at.keys_read", "wait for each"),
         (hopper_linear, product, "if (lane == 0) arrive(read);", "", "wait for each other"),
+        (
+            hopper_linear,
+            product,
+            "await_phase(at.read + turn",
+            "(void)(at.read + turn",
+            "more arri",
+        ),
         (hopper_linear, product, "at.tiles + STAGES * TILE_BYTES", "1 << 20", "outside of shared"),
         (hopper_linear, product, "+ 1023) / 1024 * 1024", "+ 127) / 128 * 128 + 128", "not fit"),
     ],
@@ -253,7 +302,7 @@ def test_what_a_kernel_must_not_do_is_found(
     after: str,
     failure: str,
 ) -> None:
-    emulate(module, 8, _changed(tmp_path, module, before, after))
+    emulate(module, 4, _changed(tmp_path, module, before, after))
     with pytest.raises(EmulationError, match=failure):
         run()
 

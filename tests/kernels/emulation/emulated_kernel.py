@@ -2,7 +2,7 @@
 
 A source is changed in two places. Each asm statement becomes a call of a function that does what
 its instructions do (`ptx.h`), and each variable in shared memory one of the block that runs
-(`emulation.h`, which also says what is not found so).
+(`emulation.h`, which also says what is found so).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -40,6 +41,7 @@ class EmulatedKernel:
         folder: where to compile.
         sources: where the source is.
         together: whether all blocks run beside each other, since they wait for each other.
+        late: whether copies and matrix products are made as late as they may be, not at once.
     """
 
     def __init__(
@@ -55,9 +57,10 @@ class EmulatedKernel:
         folder: Path,
         sources: Path = SOURCES,
         together: bool = False,
+        late: bool = False,
     ) -> None:
         self._run = _compiled(sources / file, tuple(macros.items()), folder)
-        self._launch = num_threads, cluster, shared_bytes, together
+        self._launch = num_threads, cluster, shared_bytes, together, late
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., EmulatedKernel]:
         """What runs the kernel with this grid: a function of its arguments.
@@ -116,11 +119,14 @@ def _compiled(
         text=True,
     ).stdout
     translated = translate(expanded) + _entry(source.stem, expanded)
-    stem = folder / hashlib.sha256(f"{translated}{macros}".encode()).hexdigest()[:16]
-    unit, library = stem.with_suffix(".cc"), stem.with_suffix(".so")
-    unit.write_text(translated)
-    command = [COMPILER, *_OPTIONS, *defined, f"-I{_FOLDER}", str(unit), "-o", str(library)]
-    subprocess.run(command, check=True)
+    key = hashlib.sha256(f"{translated}{macros}".encode()).hexdigest()[:32]
+    library = folder / f"{key}.so"
+    if not library.exists():  # another process may have made it
+        unit, own = (folder / f"{key}-{os.getpid()}.{kind}" for kind in ("cc", "so"))
+        unit.write_text(translated)
+        command = [COMPILER, *_OPTIONS, *defined, f"-I{_FOLDER}", str(unit), "-o", str(own)]
+        subprocess.run(command, check=True)
+        own.replace(library)
     run: Any = ctypes.CDLL(str(library)).run
     run.restype = ctypes.c_char_p
     return cast(Callable[..., bytes | None], run)
@@ -220,9 +226,9 @@ template <class T> T argument(int number) {{
 }}
 static void body() {{ {name}({", ".join(values)}); }}
 extern "C" const char* run(const uint32_t* grid, int num_threads, int cluster, int shared_bytes,
-                           bool together, const uint64_t* values) {{
+                           bool together, bool late, const uint64_t* values) {{
   arguments = values;
   const dim3 of = {{grid[0], grid[1], grid[2]}};
-  return emulated::run_grid(body, of, num_threads, cluster, shared_bytes, together);
+  return emulated::run_grid(body, of, num_threads, cluster, shared_bytes, together, late);
 }}
 """

@@ -1,9 +1,10 @@
 // Kernels in CUDA C++ on the CPU, for tests: threads, and what the language has beyond C++.
 //
 // Each thread is a coroutine. They take turns where they wait for each other: in a warp, a block or a
-// cluster. What a GPU does meanwhile, copies and matrix products, is done at once, so a wait that is
-// missing is not found. Addresses, indices, layouts of registers and barriers are as on a GPU, and an
-// address outside of a block's shared memory is an error, as are threads that wait for ever.
+// cluster. What a GPU does meanwhile, copies and matrix products, is done at once, or as late as it may
+// be: when a thread waits for it. A wait that is missing is found in one of these two ways. Addresses,
+// indices, layouts of registers and barriers are as on a GPU, and an address outside of a block's shared
+// memory is an error, as are threads that wait for ever.
 
 #pragma once
 
@@ -12,6 +13,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -73,6 +75,25 @@ struct Cluster {
   std::vector<struct Block*> blocks;
 };
 
+using Work = std::function<void()>;
+
+// What a thread has begun, in groups.
+struct Begun {
+  std::vector<std::vector<Work>> groups{1};  // the last one is not complete
+
+  void add(Work work) { groups.back().push_back(std::move(work)); }
+  void end_group() { groups.emplace_back(); }
+
+  // Do all groups but so many of the last.
+  void finish(size_t num_left) {
+    while (groups.size() > num_left + 1) {
+      const std::vector<Work> first = std::move(groups.front());
+      groups.erase(groups.begin());
+      for (const Work& work : first) work();
+    }
+  }
+};
+
 struct Block {
   dim3 index;
   uint32_t rank;  // in its cluster
@@ -84,6 +105,7 @@ struct Block {
   std::vector<std::pair<int, size_t>> places;  // of variables in shared memory, by their lines
   size_t num_static = 0, num_dynamic = 0;
   std::vector<char> memory;  // dynamic, then static
+  std::vector<std::pair<uint32_t, Work>> copies;  // of tiles, that have been begun, by their barriers
 };
 
 struct Thread {
@@ -91,6 +113,7 @@ struct Thread {
   Block* block;
   uint32_t index;
   uint64_t cluster_phase = 0;  // at its last arrival
+  Begun copies, products;
   bool is_done = false;
 
   Warp& warp() const { return block->warps[index / WARP]; }
@@ -103,6 +126,7 @@ inline dim3 grid;
 inline uint64_t num_events;  // of threads that have gone on after a wait, or ended
 inline void (*body)();       // of a thread
 inline const char* failure;  // why the kernel has failed, or null
+inline bool is_late;         // whether work is done as late as it may be
 
 inline void yield() { swapcontext(&current->context, &scheduler); }
 
@@ -146,6 +170,8 @@ auto among_lanes(const Given& own, Function function) {
 inline void run_thread() {
   body();
   Thread& thread = *current;
+  thread.copies.end_group();
+  thread.copies.finish(0);
   thread.is_done = true;
   num_events++;
   // Others do not wait for it any more.
@@ -191,10 +217,12 @@ inline void run_blocks(std::vector<Block>& blocks, int num_threads) {
 }
 
 // Runs all blocks, cluster by cluster, or all beside each other; returns why it failed, or null.
-inline const char* run_grid(void (*kernel)(), dim3 of, int num_threads, int cluster_blocks, size_t num_dynamic, bool together) {
+inline const char* run_grid(void (*kernel)(), dim3 of, int num_threads, int cluster_blocks, size_t num_dynamic, bool together,
+                            bool late) {
   body = kernel;
   grid = of;
   failure = nullptr;
+  is_late = late;
   const size_t num_blocks = (size_t)of.x * of.y * of.z, at_once = together ? num_blocks : cluster_blocks;
   for (size_t first = 0; first < num_blocks && !failure; first += at_once) {
     std::vector<Block> blocks(at_once);

@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include <array>
 #include <tuple>
 #include <utility>
 
@@ -22,11 +23,21 @@ inline void cvt_rnx2_f32(uint32_t& pair, float high, float low) { pair = narrowe
 
 inline void cp_async_cg_shared_global(uint32_t to, const void* from, uint32_t num_bytes) {
   char* target = (char*)in_shared<uint4>(to);
-  memset(target, 0, 16);
-  memcpy(target, from, num_bytes);
+  auto copy = [=] {
+    memset(target, 0, 16);
+    memcpy(target, from, num_bytes);
+  };
+  if (is_late)
+    current->copies.add(copy);
+  else
+    copy();
 }
-inline void cp_async_commit_group() {}
-inline void cp_async_wait_group(int) {}
+inline void cp_async_commit_group() { current->copies.end_group(); }
+inline void cp_async_wait_group(int num_left) { current->copies.finish(num_left); }
+inline void cp_async_wait_all() {
+  current->copies.end_group();
+  current->copies.finish(0);
+}
 
 inline void barrier_cluster_arrive_release_aligned() {
   Cluster& cluster = *current->block->cluster;
@@ -87,7 +98,6 @@ inline void setmaxnreg_dec_sync_aligned_u32() {}
 inline void setmaxnreg_inc_sync_aligned_u32() {}
 inline void fence_mbarrier_init_release_cluster() {}
 inline void fence_proxy_async_shared__cta() {}
-inline void cp_async_wait_all() {}
 inline void createpolicy_fractional_L2__evict_first_b64(unsigned long long& policy) { policy = 0; }
 inline void cvt_f32(float& wide, uint16_t narrow) { wide = widened(narrow); }
 inline void cvt_rn_f32__cvt_f32(float& y, float x) { y = widened(narrowed(x)); }
@@ -131,8 +141,24 @@ inline void mbarrier_arrive_expect_tx_shared__cta_b64(uint32_t barrier, uint32_t
   at.complete();
 }
 inline void mbarrier_arrive_shared__cta_b64(uint32_t barrier) { mbarrier_arrive_expect_tx_shared__cta_b64(barrier, 0); }
+// Makes the copies that have been begun and are counted by a barrier.
+inline void finish_copies(uint32_t barrier) {
+  auto& copies = current->block->copies;
+  for (size_t i = 0; i < copies.size();) {
+    if (copies[i].first != barrier) {
+      i++;
+      continue;
+    }
+    const Work copy = std::move(copies[i].second);
+    copies.erase(copies.begin() + i);
+    copy();
+  }
+}
 inline void mbarrier_try_wait_parity_shared__cta_b64__bra__bra(uint32_t barrier, uint32_t parity) {
-  wait_until([&] { return barrier_at(barrier).phase != parity; });
+  wait_until([&] {
+    finish_copies(barrier);
+    return barrier_at(barrier).phase != parity;
+  });
 }
 
 // Rows of 128 bytes are swizzled: 16 bytes of them lie elsewhere, by the row's address.
@@ -145,10 +171,7 @@ struct Map {
 };
 
 template <int RANK>
-void copy_tile(uint32_t to, const void* of, uint32_t barrier, const int (&begin)[RANK]) {
-  Map map;
-  memcpy(&map, of, sizeof map);
-  if (map.rank != RANK || map.tile[0] != 64 || to % 1024) fail("a copy of a tile that does not fit its map");
+void copy_tile(uint32_t to, const Map& map, uint32_t barrier, const int* begin) {
   uint64_t num_rows = 1;
   for (int d = 1; d < RANK; d++) num_rows *= map.tile[d];
   for (uint64_t row = 0; row < num_rows; row++) {
@@ -172,17 +195,29 @@ void copy_tile(uint32_t to, const void* of, uint32_t barrier, const int (&begin)
   at.num_bytes -= num_rows * 128;
   at.complete();
 }
+
+template <int RANK>
+void begin_copy(uint32_t to, const void* of, uint32_t barrier, const std::array<int, RANK>& begin) {
+  Map map;
+  memcpy(&map, of, sizeof map);
+  if (map.rank != RANK || map.tile[0] != 64 || to % 1024) fail("a copy of a tile that does not fit its map");
+  auto copy = [=] { copy_tile<RANK>(to, map, barrier, begin.data()); };
+  if (is_late)
+    current->block->copies.emplace_back(barrier, copy);
+  else
+    copy();
+}
 inline void cp_async_bulk_tensor_2d_shared__cluster_global_mbarrier__complete_tx__bytes(uint32_t to, const void* map,
                                                                                         uint32_t barrier, int x, int y) {
-  copy_tile<2>(to, map, barrier, {x, y});
+  begin_copy<2>(to, map, barrier, {x, y});
 }
 inline void cp_async_bulk_tensor_2d_shared__cluster_global_mbarrier__complete_tx__bytes_L2__cache_hint(
     uint32_t to, const void* map, uint32_t barrier, int x, int y, uint64_t) {
-  copy_tile<2>(to, map, barrier, {x, y});
+  begin_copy<2>(to, map, barrier, {x, y});
 }
 inline void cp_async_bulk_tensor_4d_shared__cluster_global_mbarrier__complete_tx__bytes(
     uint32_t to, const void* map, uint32_t barrier, int x, int y, int z, int w) {
-  copy_tile<4>(to, map, barrier, {x, y, z, w});
+  begin_copy<4>(to, map, barrier, {x, y, z, w});
 }
 
 // The opposite of `load_matrices`, transposed.
@@ -200,8 +235,8 @@ inline void stmatrix_sync_aligned_m8n8_x4_trans_shared_b16(uint32_t to, uint32_t
 // the distance of 64 elements of a row from the next, and that of 8 rows from the next, in units of 16 bytes.
 
 inline void wgmma_fence_sync_aligned() {}
-inline void wgmma_commit_group_sync_aligned() {}
-inline void wgmma_wait_group_sync_aligned(int) {}
+inline void wgmma_commit_group_sync_aligned() { current->products.end_group(); }
+inline void wgmma_wait_group_sync_aligned(int num_left) { current->products.finish(num_left); }
 
 struct Matrix {
   uint32_t address, lead, stride;
@@ -219,39 +254,53 @@ struct Matrix {
 inline int row_of(int i) { return current->index % 128 / WARP * 16 + current->lane() / 4 + i / 2 % 2 * 8; }
 inline int column_of(int i) { return i / 4 * 8 + current->lane() % 4 * 2 + i % 2; }
 
+// Where the first COUNT operands of a product are, its sums.
+template <size_t COUNT, class Operands>
+std::array<float*, COUNT> places_of(Operands& operands) {
+  return [&]<size_t... I>(std::index_sequence<I...>) {
+    return std::array<float*, COUNT>{&const_cast<float&>((const float&)std::get<I>(operands))...};
+  }(std::make_index_sequence<COUNT>());
+}
+
+template <class Product>
+void begin_product(Product product) {
+  if (is_late)
+    current->products.add(product);
+  else
+    product();
+}
+
 // Both factors in shared memory, by rows of the product's inner dimension.
-template <int N, class... Rest>
-void wgmma_of_memory(Rest&&... rest) {
-  auto all = std::forward_as_tuple(rest...);
-  const Matrix left(std::get<N / 2>(all), std::get<N / 2 + 3>(all)), right(std::get<N / 2 + 1>(all), std::get<N / 2 + 3>(all));
-  const bool adds = std::get<N / 2 + 2>(all);
-  [&]<size_t... I>(std::index_sequence<I...>) {
-    float* const sums[] = {&const_cast<float&>((const float&)std::get<I>(all))...};
+template <int N, class... Operand>
+void wgmma_of_memory(Operand&&... operand) {
+  auto all = std::forward_as_tuple(operand...);
+  const uint32_t high = std::get<N / 2 + 3>(all);
+  const Matrix left(std::get<N / 2>(all), high), right(std::get<N / 2 + 1>(all), high);
+  begin_product([=, sums = places_of<N / 2>(all), adds = (bool)std::get<N / 2 + 2>(all)] {
     for (int i = 0; i < N / 2; i++) {
       float sum = adds ? *sums[i] : 0.f;
       for (int k = 0; k < 16; k++) sum += left.at(row_of(i), k) * right.at(column_of(i), k);
       *sums[i] = sum;
     }
-  }(std::make_index_sequence<N / 2>());
+  });
 }
 
 // The left factor in registers, and the other by its columns.
-template <int N, class... Rest>
-void wgmma_of_registers(Rest&&... rest) {
-  auto all = std::forward_as_tuple(rest...);
+template <int N, class... Operand>
+void wgmma_of_registers(Operand&&... operand) {
+  auto all = std::forward_as_tuple(operand...);
   struct Left { uint32_t pairs[4]; };
-  const Left left = {{(uint32_t)std::get<N / 2>(all), (uint32_t)std::get<N / 2 + 1>(all), (uint32_t)std::get<N / 2 + 2>(all), (uint32_t)std::get<N / 2 + 3>(all)}};
+  const Left own = {{std::get<N / 2>(all), std::get<N / 2 + 1>(all), std::get<N / 2 + 2>(all), std::get<N / 2 + 3>(all)}};
   const Matrix right(std::get<N / 2 + 4>(all), std::get<N / 2 + 5>(all));
-  among_lanes(left, [&](auto of_lane) {
-    [&]<size_t... I>(std::index_sequence<I...>) {
-      float* const sums[] = {&const_cast<float&>((const float&)std::get<I>(all))...};
+  begin_product([=, sums = places_of<N / 2>(all)] {
+    among_lanes(own, [&](auto of_lane) {
       for (int i = 0; i < N / 2; i++)
         for (int k = 0; k < 16; k++) {
           const Left of_row = of_lane(current->lane() / 4 * 4 + k % 8 / 2);
           *sums[i] += element(of_row.pairs[i / 2 % 2 + k / 8 * 2], k % 2) * right.at(k, column_of(i));
         }
-    }(std::make_index_sequence<N / 2>());
-    return 0;
+      return 0;
+    });
   });
 }
 
