@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from rich.table import Table
 
 from aquifer.bench.floor import device_copy_bandwidth
 from aquifer.bench.result import save
-from aquifer.bench.timing import replay_seconds
+from aquifer.bench.timing import captured_seconds
 from aquifer.kernels._triton import (
     await_predecessor,
     constexpr,
@@ -109,17 +109,6 @@ def _read_kernel(
     tl.store(out + tl.program_id(0), tl.sum(sums))
 
 
-def seconds_of(run: Callable[[], None]) -> float:
-    """Seconds of a layer; the median of replays of all layers."""
-    run()  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    replay_seconds(graph, 2)
-    return statistics.median(replay_seconds(graph, REPLAYS)) / NUM_LAYERS
-
-
 def measure(kv: torch.Tensor, layout: Layout, num_tokens: int, *, waits: bool) -> dict[str, Any]:
     """Read KV with each number of programs; the fastest.
 
@@ -149,7 +138,7 @@ def measure(kv: torch.Tensor, layout: Layout, num_tokens: int, *, waits: bool) -
                     **launch_options(DEVICE),
                 )
 
-        found[num_programs] = seconds_of(run)
+        found[num_programs] = statistics.median(captured_seconds(run, REPLAYS)) / NUM_LAYERS
         last = kv[(NUM_LAYERS - 1) * layout.layer_bytes // WORD_BYTES :]
         assert int(out.sum()) == _sum(last, layout, num_tokens), "not all was read"
     best = min(found, key=lambda count: found[count])

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from aquifer.bench.floor import device_copy_bandwidth
 from aquifer.bench.result import save
-from aquifer.bench.timing import replay_seconds
+from aquifer.bench.timing import captured_seconds
 from aquifer.kernels import hopper_linear
 from aquifer.kernels._triton import count_multiprocessors
 from aquifer.kernels.hopper_linear import fits, tiling
@@ -58,13 +58,7 @@ def seconds_of(product: Product, weights: Sequence[torch.Tensor], num_tokens: in
         for weight in weights:
             product(rms_norm(x, norm, EPS), weight)
 
-    run()  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    replay_seconds(graph, 2)
-    return statistics.median(replay_seconds(graph, REPLAYS)) / len(weights)
+    return statistics.median(captured_seconds(run, REPLAYS)) / len(weights)
 
 
 def _never(*_: object, **_options: object) -> bool:

@@ -224,86 +224,48 @@ def product() -> None:
     multiply(70, 128, 2048, Tiling(64, 128, 2), gated=False)
 
 
-at_once = pytest.mark.parametrize("emulate", ["at once"], indirect=True)
-late = pytest.mark.parametrize("emulate", ["late"], indirect=True)
+NOW, LATE = "at once", "late"
+WRONG = AssertionError
+STOP = EmulationError
+EITHER = AssertionError, EmulationError
 
 
-@at_once
 @pytest.mark.parametrize(
-    ("module", "run", "before", "after"),
+    ("emulate", "module", "run", "before", "after", "error", "message"),
     [
-        (cluster_attention, decode, "(lane & 8) * 2;", "(lane & 8) * 4;"),
-        (hopper_prefill, prefill, "num_rows = item.limit", "num_rows = 1 + item.limit"),
-        (hopper_linear, product, "lane / 16 * 8 + lane % 8", "lane / 8 * 4 + lane % 8"),
-        (hopper_linear, product, "turn.stage * (TILE_BYTES >> 4)", "0"),
+        # Indices and layouts.
+        (NOW, cluster_attention, decode, "(lane & 8) * 2;", "(lane & 8) * 4;", WRONG, ""),
+        (NOW, hopper_prefill, prefill, "ws = item.limit", "ws = 1 + item.limit", WRONG, ""),
+        (NOW, hopper_linear, product, "16 * 8 + lane % 8", "8 * 4 + lane % 8", WRONG, ""),
+        (NOW, hopper_linear, product, "turn.stage * (TILE_BYTES >> 4)", "0", WRONG, ""),
+        # Waits that are missing.
+        (LATE, cluster_attention, decode, '"n"(STAGES - 1)', '"n"(STAGES)', WRONG, ""),
+        (LATE, hopper_prefill, prefill, "cp.async.wait_all", "cp.async.commit_group", WRONG, ""),
+        (LATE, hopper_prefill, prefill, "await_products<1>();", "", WRONG, ""),
+        (LATE, hopper_linear, product, "await_products<1>();", "", WRONG, ""),
+        (LATE, hopper_linear, product, "await_phase(at.there", "(void)(at.there", EITHER, ""),
+        # Barriers and addresses.
+        (NOW, cluster_attention, decode, "arrive_at_cluster();", "", STOP, "wait for each"),
+        (NOW, hopper_prefill, prefill, "release(at.k", "(void)(at.k", STOP, "wait for each"),
+        (NOW, hopper_linear, product, "== 0) arrive(read)", "> 31) arrive(read)", STOP, "wait"),
+        (NOW, hopper_linear, product, "await_phase(at.read", "(void)(at.read", STOP, "more"),
+        (NOW, hopper_linear, product, "tiles + STAGES * ", "tiles + 64 * ", STOP, "outside"),
+        (NOW, hopper_linear, product, "1023) / 1024 * 1024", "127) / 128 * 128 + 128", STOP, "fit"),
     ],
-)
-def test_a_wrong_result_is_found(
+    indirect=["emulate"],
+)  # fmt: skip
+def test_a_wrong_kernel_is_found(
     emulate: Emulate,
     tmp_path: Path,
     module: ModuleType,
     run: Callable[[], None],
     before: str,
     after: str,
+    error: type[Exception] | tuple[type[Exception], ...],
+    message: str,
 ) -> None:
     emulate(module, 4, _changed(tmp_path, module, before, after))
-    with pytest.raises(AssertionError):
-        run()
-
-
-@late
-@pytest.mark.parametrize(
-    ("module", "run", "before", "after"),
-    [
-        (cluster_attention, decode, '"n"(STAGES - 1)', '"n"(STAGES)'),
-        (hopper_prefill, prefill, 'asm volatile("cp.async.wait_all;" ::: "memory");', ""),
-        (hopper_prefill, prefill, "await_products<1>();", ""),
-        (hopper_linear, product, "await_products<1>();", ""),
-        (hopper_linear, product, "await_phase(at.there + turn.stage * 8, turn.parity);", ""),
-    ],
-)
-def test_a_wait_that_is_missing_is_found(
-    emulate: Emulate,
-    tmp_path: Path,
-    module: ModuleType,
-    run: Callable[[], None],
-    before: str,
-    after: str,
-) -> None:
-    emulate(module, 4, _changed(tmp_path, module, before, after))
-    with pytest.raises((AssertionError, EmulationError)):
-        run()
-
-
-@at_once
-@pytest.mark.parametrize(
-    ("module", "run", "before", "after", "failure"),
-    [
-        (cluster_attention, decode, "arrive_at_cluster();\n    await", "await", "wait for each"),
-        (hopper_prefill, prefill, "release(at.keys_read", "(void)(at.keys_read", "wait for each"),
-        (hopper_linear, product, "if (lane == 0) arrive(read);", "", "wait for each other"),
-        (
-            hopper_linear,
-            product,
-            "await_phase(at.read + turn",
-            "(void)(at.read + turn",
-            "more arri",
-        ),
-        (hopper_linear, product, "at.tiles + STAGES * TILE_BYTES", "1 << 20", "outside of shared"),
-        (hopper_linear, product, "+ 1023) / 1024 * 1024", "+ 127) / 128 * 128 + 128", "not fit"),
-    ],
-)
-def test_what_a_kernel_must_not_do_is_found(
-    emulate: Emulate,
-    tmp_path: Path,
-    module: ModuleType,
-    run: Callable[[], None],
-    before: str,
-    after: str,
-    failure: str,
-) -> None:
-    emulate(module, 4, _changed(tmp_path, module, before, after))
-    with pytest.raises(EmulationError, match=failure):
+    with pytest.raises(error, match=message):
         run()
 
 
