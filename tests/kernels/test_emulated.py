@@ -105,11 +105,9 @@ def attend(lengths: list[int], multiprocessors: int = 8, **shape) -> None:
 @pytest.mark.parametrize(
     "lengths",
     [
-        [1],
         [577],
         [15, 16, 17, 255, 1, 31],
         [300, 100, 128, 299],
-        list(range(20, 120, 20)),
         [900, *[40] * 7],
         [0, 70, 0, 300],
         [0, 0],
@@ -137,7 +135,7 @@ def test_heads_of_decode_attention(
 
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [((4, 2, 64), torch.float16), ((7, 1, 80), torch.bfloat16), ((2, 2, 128), torch.bfloat16)],
+    [((7, 1, 80), torch.float16), ((2, 2, 128), torch.bfloat16)],
 )
 def test_prefill_attention(
     emulate: Emulate, shape: tuple[int, int, int], dtype: torch.dtype
@@ -182,7 +180,6 @@ def multiply(
     ("num_tokens", "num_out", "num_in", "how"),
     [
         (1, 8, 64, None),
-        (40, 128, 128, None),
         (100, 200, 136, None),
         (129, 904, 72, None),  # in several rounds
         (70, 128, 256, Tiling(64, 128, 2)),
@@ -234,16 +231,16 @@ EITHER = AssertionError, EmulationError
     ("emulate", "module", "run", "before", "after", "error", "message"),
     [
         # Indices and layouts.
-        (NOW, cluster_attention, decode, "(lane & 8) * 2;", "(lane & 8) * 4;", WRONG, ""),
-        (NOW, hopper_prefill, prefill, "ws = item.limit", "ws = 1 + item.limit", WRONG, ""),
-        (NOW, hopper_linear, product, "16 * 8 + lane % 8", "8 * 4 + lane % 8", WRONG, ""),
-        (NOW, hopper_linear, product, "turn.stage * (TILE_BYTES >> 4)", "0", WRONG, ""),
+        (NOW, cluster_attention, decode, "(lane & 8) * 2;", "(lane & 8) * 4;", WRONG, None),
+        (NOW, hopper_prefill, prefill, "ws = item.limit", "ws = 1 + item.limit", WRONG, None),
+        (NOW, hopper_linear, product, "16 * 8 + lane % 8", "8 * 4 + lane % 8", WRONG, None),
+        (NOW, hopper_linear, product, "turn.stage * (TILE_BYTES >> 4)", "0", WRONG, None),
         # Waits that are missing.
-        (LATE, cluster_attention, decode, '"n"(STAGES - 1)', '"n"(STAGES)', WRONG, ""),
-        (LATE, hopper_prefill, prefill, "cp.async.wait_all", "cp.async.commit_group", WRONG, ""),
-        (LATE, hopper_prefill, prefill, "await_products<1>();", "", WRONG, ""),
-        (LATE, hopper_linear, product, "await_products<1>();", "", WRONG, ""),
-        (LATE, hopper_linear, product, "await_phase(at.there", "(void)(at.there", EITHER, ""),
+        (LATE, cluster_attention, decode, '"n"(STAGES - 1)', '"n"(STAGES)', WRONG, None),
+        (LATE, hopper_prefill, prefill, "cp.async.wait_all", "cp.async.commit_group", WRONG, None),
+        (LATE, hopper_prefill, prefill, "await_products<1>();", "", WRONG, None),
+        (LATE, hopper_linear, product, "await_products<1>();", "", WRONG, None),
+        (LATE, hopper_linear, product, "await_phase(at.there", "(void)(at.there", EITHER, None),
         # Barriers and addresses.
         (NOW, cluster_attention, decode, "arrive_at_cluster();", "", STOP, "wait for each"),
         (NOW, hopper_prefill, prefill, "release(at.k", "(void)(at.k", STOP, "wait for each"),
@@ -262,7 +259,7 @@ def test_a_wrong_kernel_is_found(
     before: str,
     after: str,
     error: type[Exception] | tuple[type[Exception], ...],
-    message: str,
+    message: str | None,
 ) -> None:
     emulate(module, 4, _changed(tmp_path, module, before, after))
     with pytest.raises(error, match=message):
