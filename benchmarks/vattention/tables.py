@@ -355,9 +355,10 @@ def _targets(content: Content) -> list[str]:
             found = content["engines"].get(kv_cache, {})
             try:
                 cells.append(_number(figure(found)))
-            except KeyError:  # left out
+            except KeyError:  # left out, or the file is older
                 cells.append("")
-        rows.append([name, *cells])
+        if any(cells):
+            rows.append([name, *cells])
     return [_table(["", "virtual", "paged"], rows)]
 
 
@@ -367,6 +368,9 @@ _ENGINE_TARGETS: dict[str, Callable[[Content], float]] = {
     "a prompt computed, ms": lambda found: found["cached prompt"]["computed_ms"],
     "the first one found, ms": lambda found: found["cached prompt"]["first_found_ms"],
     "found again, ms": lambda found: found["cached prompt"]["found_again_ms"],
+    "found again after another was computed, ms": lambda found: found["cached prompt"][
+        "found_later_ms"
+    ],
     "another one found, ms": lambda found: found["cached prompt"]["other_found_ms"],
     "prompts that share a prefix, unknown, ms": lambda found: found["shared prefix"][
         "prefix_unknown_ms"
