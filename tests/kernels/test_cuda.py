@@ -15,7 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from aquifer.kernels import _cuda, _triton, cluster_attention, hopper_linear, hopper_prefill
+from aquifer.kernels import (
+    _cuda,
+    _triton,
+    cluster_attention,
+    hopper_linear,
+    hopper_prefill,
+    skinny_linear,
+)
 from aquifer.kernels._cuda import CudaError, CudaKernel, has_large_blocks, is_usable
 from aquifer.kernels._tensor_map import TensorMap
 from aquifer.kernels.prefill_attention import PrefillSpans
@@ -219,10 +226,23 @@ def test_the_arguments_of_the_product_are_those_of_its_source(monkeypatch):
     assert [type(argument) for argument in arguments] == kinds_of("hopper_linear.cu")
 
 
+def test_the_arguments_of_the_skinny_product_are_those_of_its_source(monkeypatch):
+    launched: list[Any] = []
+    monkeypatch.setattr(skinny_linear, "launch", lambda *launch: launched.append(launch))
+    monkeypatch.setattr(skinny_linear, "tensor_map", lambda *_: TensorMap.__new__(TensorMap))
+    monkeypatch.setattr(skinny_linear, "count_multiprocessors", lambda _: 8)
+    x, weight = torch.zeros(5, 1024), torch.zeros(200, 1024)
+    skinny_linear.skinny_linear(x, weight, torch.zeros(200))
+    ((_, grid, *arguments),) = launched
+    assert grid == (7,)  # of four units of eight rows each
+    assert [type(argument) for argument in arguments] == kinds_of("skinny_linear.cu")
+
+
 def test_sources_include_what_is_there(nvrtc: FakeNvrtc) -> None:
     """Each header is one of those that the compiler is given."""
     sources = files("aquifer.kernels")
-    for file in (FILE, "hopper_prefill.cu", "hopper_linear.cu", "hopper.cuh"):
+    folder = Path(str(sources))
+    for file in (path.name for path in folder.glob("*.cu*") if path.name != "common.cuh"):
         included = re.findall(r'#include "(.*)"', sources.joinpath(file).read_text())
         assert included
         for name in included:
@@ -237,4 +257,4 @@ def test_sources_include_what_is_there(nvrtc: FakeNvrtc) -> None:
     _cuda.compiled(FILE, ("--gpu-architecture=sm_90",))
     _, count, headers, names = given
     assert count == len(headers) == len(names)
-    assert names == [b"common.cuh", b"hopper.cuh"]
+    assert names == [b"common.cuh", b"hopper.cuh", b"products.cuh"]

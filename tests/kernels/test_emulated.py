@@ -4,7 +4,6 @@ float64. KV is NaN if unwritten, and so is shared memory."""
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -27,7 +26,7 @@ from tests.kernels.test_hopper_prefill import check_with as check_prefill
 from tests.kernels.test_hopper_prefill import make as make_prefill
 from tests.kernels.test_linear import Random, error, exact_product
 
-from aquifer.kernels import cluster_attention, hopper_linear, hopper_prefill
+from aquifer.kernels import cluster_attention, hopper_linear, hopper_prefill, skinny_linear
 from aquifer.kernels.activation import silu_mul_reference
 from aquifer.kernels.decode_attention import default_config
 from aquifer.kernels.hopper_linear import Tiling
@@ -160,7 +159,7 @@ def multiply(
     num_tokens: int,
     num_out: int,
     num_in: int,
-    how: Tiling | None,
+    product: Callable[..., torch.Tensor],
     *,
     gated: bool,
     dtype: torch.dtype = torch.bfloat16,
@@ -172,7 +171,7 @@ def multiply(
     exact = exact_product(x, weight, bias)
     if gated:
         exact = silu_mul_reference(exact.to(dtype).double())
-    result = hopper_linear.hopper_linear(x, weight, bias, gated=gated, how=how)
+    result = product(x, weight, bias, gated=gated)
     assert error(result, exact) < {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
 
 
@@ -191,7 +190,8 @@ def test_products(
     emulate: Emulate, num_tokens: int, num_out: int, num_in: int, how: Tiling | None
 ) -> None:
     emulate(hopper_linear, 6)
-    multiply(num_tokens, num_out, num_in, how, gated=False)
+    product = partial(hopper_linear.hopper_linear, how=how)
+    multiply(num_tokens, num_out, num_in, product, gated=False)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,22 @@ def test_gated_products(
     emulate: Emulate, num_tokens: int, num_out: int, num_in: int, dtype: torch.dtype
 ) -> None:
     emulate(hopper_linear, 6)
-    multiply(num_tokens, num_out, num_in, None, gated=True, dtype=dtype)
+    product = hopper_linear.hopper_linear
+    multiply(num_tokens, num_out, num_in, product, gated=True, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_out", "num_in"),
+    [(1, 8, 64), (2, 24, 1024), (8, 200, 192), (15, 904, 64), (9, 120, 320)],
+)
+@pytest.mark.parametrize("gated", [False, True], ids=["product", "gated"])
+def test_skinny_products(
+    emulate: Emulate, num_tokens: int, num_out: int, num_in: int, gated: bool
+) -> None:
+    emulate(skinny_linear, 6)
+    dtype = torch.float16 if num_tokens == 8 else torch.bfloat16
+    product = skinny_linear.skinny_linear
+    multiply(num_tokens, num_out, num_in, product, gated=gated, dtype=dtype)
 
 
 # ---- that errors are found
@@ -218,7 +233,12 @@ def prefill() -> None:
 
 
 def product() -> None:
-    multiply(70, 128, 2048, Tiling(64, 128, 2), gated=False)
+    how = Tiling(64, 128, 2)
+    multiply(70, 128, 2048, partial(hopper_linear.hopper_linear, how=how), gated=False)
+
+
+def skinny() -> None:
+    multiply(7, 64, 512, skinny_linear.skinny_linear, gated=False)
 
 
 NOW, LATE = "at once", "late"
@@ -235,6 +255,8 @@ EITHER = AssertionError, EmulationError
         (NOW, hopper_prefill, prefill, "ws = item.limit", "ws = 1 + item.limit", WRONG, None),
         (NOW, hopper_linear, product, "16 * 8 + lane % 8", "8 * 4 + lane % 8", WRONG, None),
         (NOW, hopper_linear, product, "turn.stage * (TILE_BYTES >> 4)", "0", WRONG, None),
+        (NOW, skinny_linear, skinny, "column + weight_half", "column", WRONG, None),
+        (NOW, skinny_linear, skinny, "* SUMS + i) * 32", "* SUMS + i) * 64", WRONG, None),
         # Waits that are missing.
         (LATE, cluster_attention, decode, '"n"(STAGES - 1)', '"n"(STAGES)', WRONG, None),
         (LATE, hopper_prefill, prefill, "cp.async.wait_all", "cp.async.commit_group", WRONG, None),
@@ -267,11 +289,12 @@ def test_a_wrong_kernel_is_found(
 
 
 def _changed(folder: Path, module: ModuleType, before: str, after: str) -> Path:
-    """The sources, with a change in that of a module."""
-    for header in SOURCES.glob("*.cuh"):
-        shutil.copy(header, folder)
+    """The sources, with a change in that of a module or in what it includes."""
     name = module.__name__.rpartition(".")[2] + ".cu"
-    text = (SOURCES / name).read_text()
-    assert before in text
-    (folder / name).write_text(text.replace(before, after))
+    is_changed = False
+    for source in (SOURCES / name, *SOURCES.glob("*.cuh")):
+        text = source.read_text()
+        is_changed |= before in text
+        (folder / source.name).write_text(text.replace(before, after))
+    assert is_changed
     return folder

@@ -21,11 +21,6 @@
 #define OUTPUTS (GROUP * DIM)
 #define SLICE (OUTPUTS / RANKS)        // outputs that a block merges
 
-__device__ __forceinline__ void load_matrices(u32* m, u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(address) : "memory");
-}
-
 __device__ __forceinline__ void load_transposed(u32* m, u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(address) : "memory");

@@ -40,6 +40,12 @@ __device__ __forceinline__ void copy16(u32 to, const void* from, u32 size) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(size) : "memory");
 }
 
+// Four matrices of 8 x 8: each lane has the address of a row of one, and gets two elements of each.
+__device__ __forceinline__ void load_matrices(u32* m, u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(address) : "memory");
+}
+
 __device__ __forceinline__ float exp2_of(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -8,7 +8,7 @@
 //   STAGES    tiles in shared memory
 //   IS_HALF   see `common.cuh`
 
-#include "hopper.cuh"
+#include "products.cuh"
 
 #define DEPTH 64                                         // columns of a tile
 #define CONSUMER_WARPS 8
@@ -26,13 +26,6 @@
 #define SHARE_TOKENS (GROUP_TOKENS / SHARES)
 #define STORE_TOKENS (SHARE_TOKENS % 64 == 0 ? 64 : SHARE_TOKENS % 32 == 0 ? 32 : 16)  // written at once
 #define CHUNKS 8                                         // of 16 bytes, of 64 rows of the result
-
-// Weights are read once in a step, so they should leave the L2 cache first.
-__device__ __forceinline__ u64 read_once() {
-  u64 policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
 
 __device__ __forceinline__ void copy_weight(u32 to, const TensorMap* map, u32 barrier, int column, int row, u64 policy) {
   asm volatile(
@@ -95,24 +88,6 @@ __device__ __forceinline__ void multiply(float* s, u32 rows, u32 tokens, int add
   asm volatile(OPERANDS(PRODUCT_OF) : REGISTERS(s) : "r"(rows), "r"(tokens), "r"(adds), "n"(HIGH_WORD));
 }
 
-__device__ __forceinline__ float widened(u16 narrow) {
-  float x;
-  asm("cvt.f32." TYPE " %0, %1;" : "=f"(x) : "h"(narrow));
-  return x;
-}
-
-__device__ __forceinline__ float rounded(float x) {
-  float y;
-  asm("{\n.reg .b16 narrow;\ncvt.rn." TYPE ".f32 narrow, %1;\ncvt.f32." TYPE " %0, narrow;\n}" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// silu(gate) * up, rounded as `silu_mul`, but for the last time.
-__device__ __forceinline__ float activated(float gate, float up) {
-  const float wide = rounded(gate);
-  return rounded(__fdividef(wide, 1.f + exp2_of(-1.44269504f * wide))) * rounded(up);
-}
-
 // Writes four matrices of 8 x 8, transposed: each lane has the address of a row of one.
 __device__ __forceinline__ void store_transposed(u32 to, const u32 (&m)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
@@ -154,17 +129,6 @@ struct Shared {
 
   __device__ __forceinline__ u32 weight_tile(u32 stage) const { return tiles + stage * TILE_BYTES; }
   __device__ __forceinline__ u32 token_tile(u32 stage) const { return tiles + stage * TILE_BYTES + WEIGHT_BYTES; }
-};
-
-// A place in shared memory that is used in turn, and the parity of the turn.
-struct Turn {
-  u32 stage = 0, parity = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++stage < STAGES) return;
-    stage = 0;
-    parity ^= 1;
-  }
 };
 
 // One thread: loads tiles of the weight as far ahead as there is room, also before the kernel waits.

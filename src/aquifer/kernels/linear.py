@@ -5,7 +5,8 @@ larger products, leaves bandwidth unused where the matrix is small. So there are
 token, which can fuse the norm or the activation before the product, and for several, which can
 compute a gated activation of it. They are used for up to `MAX_TILE_TOKENS`, and of small weights
 for up to `_MAX_TOKENS`. `best_tile` chooses; benchmarks/gpu/small_kernels.py measures candidates.
-On Hopper, `hopper_linear.py` has a kernel for 33 and more tokens and large weights.
+On Hopper, `skinny_linear.py` has a kernel for 2 to 16 tokens, and `hopper_linear.py` one for 33 and
+more, with large weights.
 
 The kernels overlap with their neighbours, see `_triton.py`. Before they wait, those for one token
 load the first tile of the weight into registers, and those for several have the first ones fetched
@@ -20,7 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from aquifer.kernels import hopper_linear
+from aquifer.kernels import hopper_linear, skinny_linear
 from aquifer.kernels._triton import (
     MIN_DOT,
     await_predecessor,
@@ -153,8 +154,11 @@ def linear(
     is_wider = out_dtype != x.dtype
     assert not is_wider or (out_dtype == torch.float32 and bias is None and not gated)
     if runs_triton(x) and weight.is_contiguous():
-        if tile is None and not is_wider and hopper_linear.fits(x, weight, bias, gated=gated):
-            return hopper_linear.hopper_linear(x, weight, bias, gated=gated)
+        if tile is None and not is_wider:
+            if skinny_linear.fits(x, weight, bias, gated=gated):
+                return skinny_linear.skinny_linear(x, weight, bias, gated=gated)
+            if hopper_linear.fits(x, weight, bias, gated=gated):
+                return hopper_linear.hopper_linear(x, weight, bias, gated=gated)
         if tile is None:
             tile = best_tile(Shape(len(x), len(weight), x.shape[1]), gated=gated)
             # Tensor cores do not support float32, nor Triton's interpreter dot of some dtypes.

@@ -215,6 +215,14 @@ inline void cp_async_bulk_tensor_2d_shared__cluster_global_mbarrier__complete_tx
     uint32_t to, const void* map, uint32_t barrier, int x, int y, uint64_t) {
   begin_copy<2>(to, map, barrier, {x, y});
 }
+inline void cp_async_bulk_tensor_3d_shared__cluster_global_mbarrier__complete_tx__bytes(uint32_t to, const void* map,
+                                                                                        uint32_t barrier, int x, int y, int z) {
+  begin_copy<3>(to, map, barrier, {x, y, z});
+}
+inline void cp_async_bulk_tensor_3d_shared__cluster_global_mbarrier__complete_tx__bytes_L2__cache_hint(
+    uint32_t to, const void* map, uint32_t barrier, int x, int y, int z, uint64_t) {
+  begin_copy<3>(to, map, barrier, {x, y, z});
+}
 inline void cp_async_bulk_tensor_4d_shared__cluster_global_mbarrier__complete_tx__bytes(
     uint32_t to, const void* map, uint32_t barrier, int x, int y, int z, int w) {
   begin_copy<4>(to, map, barrier, {x, y, z, w});
