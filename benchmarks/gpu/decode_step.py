@@ -30,7 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from aquifer.bench.result import save
 from aquifer.bench.timing import replay_seconds
-from aquifer.kernels import _triton, hopper_linear
+from aquifer.kernels import _triton, hopper_linear, skinny_linear
 from aquifer.kernels import linear as linear_module
 from aquifer.kernels.activation import silu_mul_reference
 from aquifer.kernels.decode_attention import (
@@ -40,7 +40,6 @@ from aquifer.kernels.decode_attention import (
     decode_attention,
     decode_attention_reference,
 )
-from aquifer.kernels.hopper_linear import fits
 from aquifer.kernels.linear import Shape as ProductShape
 from aquifer.kernels.linear import Tile, best_tile, linear, norm_linear
 from aquifer.kernels.norm import add_rms_norm, rms_norm_reference
@@ -112,6 +111,9 @@ SHAPES = (
 )
 
 
+_FITS: dict[Any, Any] = {module: module.fits for module in (hopper_linear, skinny_linear)}
+
+
 @dataclass(frozen=True)
 class Variant:
     """Options with which a step runs."""
@@ -125,7 +127,8 @@ class Variant:
         """Set the options that are module attributes."""
         _triton.overlap = self.overlaps
         linear_module.best_tile = _one_row_tile if self.cublas else best_tile
-        hopper_linear.fits = _never if self.cublas else fits
+        for module, fits in _FITS.items():
+            module.fits = _never if self.cublas else fits
 
 
 def _one_row_tile(shape: ProductShape, *, gated: bool = False) -> Tile | None:
