@@ -214,28 +214,26 @@ def test_the_arguments_of_the_prefill_kernel_are_those_of_its_source(monkeypatch
     assert [type(argument) for argument in arguments] == kinds_of("hopper_prefill.cu")
 
 
-def test_the_arguments_of_the_product_are_those_of_its_source(monkeypatch):
+@pytest.mark.parametrize(
+    ("module", "product", "num_tokens", "num_blocks"),
+    [
+        (hopper_linear, hopper_linear.hopper_linear, 40, 8),  # two shares of the columns each
+        (skinny_linear, skinny_linear.skinny_linear, 5, 8),  # four units of eight rows each
+    ],
+)
+def test_the_arguments_of_products_are_those_of_their_sources(
+    monkeypatch, module, product, num_tokens, num_blocks
+):
     launched: list[Any] = []
-    monkeypatch.setattr(hopper_linear, "launch", lambda *launch: launched.append(launch))
-    monkeypatch.setattr(hopper_linear, "tensor_map", lambda *_: TensorMap.__new__(TensorMap))
-    monkeypatch.setattr(hopper_linear, "count_multiprocessors", lambda _: 8)
-    x, weight = torch.zeros(40, 1024), torch.zeros(256, 1024)
-    hopper_linear.hopper_linear(x, weight, torch.zeros(256))
+    monkeypatch.setattr(module, "launch", lambda *launch: launched.append(launch))
+    monkeypatch.setattr(module, "tensor_map", lambda *_: TensorMap.__new__(TensorMap))
+    monkeypatch.setattr(module, "count_multiprocessors", lambda _: 8)
+    x, weight = torch.zeros(num_tokens, 1024), torch.zeros(256, 1024)
+    product(x, weight, torch.zeros(256))
     ((_, grid, *arguments),) = launched
-    assert grid == (8,)  # four tiles of rows, two shares of the columns
-    assert [type(argument) for argument in arguments] == kinds_of("hopper_linear.cu")
-
-
-def test_the_arguments_of_the_skinny_product_are_those_of_its_source(monkeypatch):
-    launched: list[Any] = []
-    monkeypatch.setattr(skinny_linear, "launch", lambda *launch: launched.append(launch))
-    monkeypatch.setattr(skinny_linear, "tensor_map", lambda *_: TensorMap.__new__(TensorMap))
-    monkeypatch.setattr(skinny_linear, "count_multiprocessors", lambda _: 8)
-    x, weight = torch.zeros(5, 1024), torch.zeros(200, 1024)
-    skinny_linear.skinny_linear(x, weight, torch.zeros(200))
-    ((_, grid, *arguments),) = launched
-    assert grid == (7,)  # of four units of eight rows each
-    assert [type(argument) for argument in arguments] == kinds_of("skinny_linear.cu")
+    assert grid == (num_blocks,)
+    name = module.__name__.rpartition(".")[2]
+    assert [type(argument) for argument in arguments] == kinds_of(f"{name}.cu")
 
 
 def test_sources_include_what_is_there(nvrtc: FakeNvrtc) -> None:

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from tests.kernels.test_linear import Random, error, exact_product
+from tests.kernels.test_linear import Random, check_captured_chain, error, exact_product
 
 from aquifer.kernels import hopper_linear as module
 from aquifer.kernels.activation import silu_mul_reference
@@ -67,33 +67,13 @@ def test_products(
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_tokens", [40, 96, 192])
 def test_captured_chain(device: torch.device, num_tokens: int) -> None:
-    """A feed-forward layer after the other, replayed; each kernel reads what the last one wrote."""
-    hidden, inner, num_layers = 4096, 14336, 3
-    random = Random(device, torch.bfloat16, 3)
-    gate_ups = [random(2 * inner, hidden) * hidden**-0.5 for _ in range(num_layers)]
-    downs = [random(hidden, inner) * inner**-0.5 for _ in range(num_layers)]
+    def product(
+        x: torch.Tensor, weight: torch.Tensor, bias: None, *, gated: bool = False
+    ) -> torch.Tensor:
+        assert fits(x, weight, bias, gated=gated)
+        return linear(x, weight, bias, gated=gated)
 
-    def run(x: torch.Tensor) -> torch.Tensor:
-        for gate_up, down in zip(gate_ups, downs, strict=True):
-            assert fits(x, gate_up, None, gated=True)
-            inner = linear(x, gate_up, None, gated=True)
-            assert fits(inner, down, None)
-            x = linear(inner, down, None)
-        return x
-
-    x = random(num_tokens, hidden)
-    expected = run(x)
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run(x)
-        stream.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            result = run(x)
-    for _ in range(5):
-        result.fill_(torch.nan)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(result, expected)
+    check_captured_chain(device, product, num_tokens, 4096, 14336)
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["product", "gated"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -85,6 +86,46 @@ def error(result: torch.Tensor, exact: torch.Tensor) -> float:
 
 def exact_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return x.double() @ weight.double().T + (0 if bias is None else bias.double())
+
+
+def check_captured_chain(
+    device: torch.device,
+    product: Callable[..., torch.Tensor],
+    num_tokens: int,
+    hidden: int,
+    inner: int,
+) -> None:
+    """Replay feed-forward layers one after the other: each kernel reads what the last one wrote.
+
+    Args:
+        device: the device.
+        product: called like `linear`.
+        num_tokens: tokens.
+        hidden: elements of a token.
+        inner: elements of an activation.
+    """
+    random = Random(device, torch.bfloat16, 3)
+    gate_ups = [random(2 * inner, hidden) * hidden**-0.5 for _ in range(4)]
+    downs = [random(hidden, inner) * inner**-0.5 for _ in range(4)]
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        for gate_up, down in zip(gate_ups, downs, strict=True):
+            x = product(product(x, gate_up, None, gated=True), down, None)
+        return x
+
+    x = random(num_tokens, hidden)
+    expected = run(x)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run(x)
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            result = run(x)
+    for _ in range(20):
+        result.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(result, expected)
 
 
 @pytest.mark.usefixtures("overlap")

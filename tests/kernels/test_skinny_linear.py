@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.kernels.test_linear import Random, error, exact_product
+from tests.kernels.test_linear import Random, check_captured_chain, error, exact_product
 
 from aquifer.kernels import skinny_linear as module
 from aquifer.kernels._cuda import has_large_blocks
@@ -50,30 +50,7 @@ def test_products(
 @pytest.mark.parametrize("num_tokens", [2, 9, 16])
 @pytest.mark.parametrize(("hidden", "inner"), [(4096, 14336), (1024, 3072)])
 def test_captured_chain(device: torch.device, num_tokens: int, hidden: int, inner: int) -> None:
-    """A feed-forward layer after the other, replayed; each kernel reads what the last one wrote."""
-    num_layers = 4
-    random = Random(device, torch.bfloat16, 3)
-    gate_ups = [random(2 * inner, hidden) * hidden**-0.5 for _ in range(num_layers)]
-    downs = [random(hidden, inner) * inner**-0.5 for _ in range(num_layers)]
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        for gate_up, down in zip(gate_ups, downs, strict=True):
-            x = skinny_linear(skinny_linear(x, gate_up, None, gated=True), down, None)
-        return x
-
-    x = random(num_tokens, hidden)
-    expected = run(x)
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run(x)
-        stream.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            result = run(x)
-    for _ in range(20):
-        result.fill_(torch.nan)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(result, expected)
+    check_captured_chain(device, skinny_linear, num_tokens, hidden, inner)
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["product", "gated"])

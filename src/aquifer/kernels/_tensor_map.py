@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+_DTYPES = torch.bfloat16, torch.float16
 _MAP_BYTES = 128
 _MAP_ALIGNMENT = 64
 _DRIVER_VERSION = 12000
@@ -111,6 +112,24 @@ def is_aligned(tensor: torch.Tensor) -> bool:
         and tensor.stride(-1) == 1
         and all(distance % elements == 0 for distance in distances)
         and max(distances) * tensor.itemsize < MOST_STRIDE_BYTES
+    )
+
+
+def can_multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether x @ weight.T + bias can be computed from maps of both: of 16-bit types, and aligned.
+
+    Args:
+        x: [tokens, in].
+        weight: [out, in].
+        bias: [out] or None.
+    """
+    return (
+        x.dtype in _DTYPES
+        and x.dtype == weight.dtype
+        and (bias is None or (bias.dtype == x.dtype and bias.is_contiguous()))
+        and weight.is_contiguous()
+        and is_aligned(x)
+        and is_aligned(weight)
     )
 
 

@@ -27,11 +27,10 @@ from functools import cache
 import torch
 
 from aquifer.kernels._cuda import CudaKernel, has_warpgroup_products, is_usable
-from aquifer.kernels._tensor_map import ALIGNMENT_BYTES, is_aligned, tensor_map
+from aquifer.kernels._tensor_map import ALIGNMENT_BYTES, can_multiply, tensor_map
 from aquifer.kernels._triton import count_multiprocessors, launch
 from aquifer.kernels.beside import lane
 
-_DTYPES = torch.bfloat16, torch.float16
 _TOKENS = range(33, 193)
 """Numbers of tokens with which this kernel is faster; measured."""
 
@@ -103,12 +102,7 @@ def fits(
     return (
         _is_faster(len(x), len(weight), gated=gated, device=x.device)
         and weight.nbytes >= _LEAST_WEIGHT_BYTES
-        and x.dtype in _DTYPES
-        and x.dtype == weight.dtype
-        and (bias is None or (bias.dtype == x.dtype and bias.is_contiguous()))
-        and weight.is_contiguous()
-        and is_aligned(x)
-        and is_aligned(weight)
+        and can_multiply(x, weight, bias)
         and num_out * x.itemsize % ALIGNMENT_BYTES == 0
         and is_usable(_FILE, x.device)
     )

@@ -24,13 +24,12 @@ from functools import cache
 import torch
 
 from aquifer.kernels._cuda import CudaKernel, has_large_blocks, is_usable
-from aquifer.kernels._tensor_map import is_aligned, tensor_map
+from aquifer.kernels._tensor_map import can_multiply, tensor_map
 from aquifer.kernels._triton import count_multiprocessors, launch
 
 MAX_TOKENS = 16
 """Tokens that the kernel has room for."""
 
-_DTYPES = torch.bfloat16, torch.float16
 _TOKENS = range(2, MAX_TOKENS + 1)
 """Numbers of tokens with which this kernel is faster; measured."""
 
@@ -122,14 +121,9 @@ def fits(
         len(x) in _TOKENS
         and weight.nbytes <= _MOST_WEIGHT_BYTES
         and has_large_blocks(x.device)
-        and x.dtype in _DTYPES
-        and x.dtype == weight.dtype
-        and (bias is None or (bias.dtype == x.dtype and bias.is_contiguous()))
+        and can_multiply(x, weight, bias)
         and num_out % _UNIT == 0
         and x.shape[1] % _CHUNK == 0
-        and weight.is_contiguous()
-        and is_aligned(x)
-        and is_aligned(weight)
         and _is_faster(len(weight), count_multiprocessors(x.device), gated=gated)
         and is_usable(_FILE, x.device)
     )
