@@ -24,10 +24,9 @@ from tests.kernels.test_cluster_attention import make as make_decode
 from tests.kernels.test_decode_attention import check as check_decode
 from tests.kernels.test_hopper_prefill import check_with as check_prefill
 from tests.kernels.test_hopper_prefill import make as make_prefill
-from tests.kernels.test_linear import Random, error, exact_product
+from tests.kernels.test_linear import Factors, error
 
 from aquifer.kernels import cluster_attention, hopper_linear, hopper_prefill, skinny_linear
-from aquifer.kernels.activation import silu_mul_reference
 from aquifer.kernels.decode_attention import default_config
 from aquifer.kernels.hopper_linear import Tiling
 
@@ -164,13 +163,8 @@ def multiply(
     gated: bool,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    random = Random(CPU, dtype, num_out)
-    num_rows = 2 * num_out if gated else num_out
-    x, weight = random.rows(num_tokens, num_in), random(num_rows, num_in) * num_in**-0.5
-    bias = random(num_rows)
-    exact = exact_product(x, weight, bias)
-    if gated:
-        exact = silu_mul_reference(exact.to(dtype).double())
+    shape = num_tokens, num_out, num_in
+    x, weight, bias, exact = Factors.make(CPU, shape, dtype, gated=gated)
     result = product(x, weight, bias, gated=gated)
     assert error(result, exact) < {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
 

@@ -6,10 +6,9 @@ import itertools
 
 import pytest
 import torch
-from tests.kernels.test_linear import Random, check_captured_chain, error, exact_product
+from tests.kernels.test_linear import Factors, check_captured_chain, error
 
 from aquifer.kernels import hopper_linear as module
-from aquifer.kernels.activation import silu_mul_reference
 from aquifer.kernels.hopper_linear import Tiling, fits, hopper_linear, tiling
 from aquifer.kernels.linear import linear
 
@@ -48,14 +47,9 @@ def test_products(
     device: torch.device, num_tokens: int, gated: bool, has_bias: bool, dtype: torch.dtype
 ) -> None:
     for num_out, num_in in SHAPES:
-        random = Random(device, dtype, num_out)
-        num_rows = 2 * num_out if gated else num_out
-        x, weight = random.rows(num_tokens, num_in), random(num_rows, num_in) * num_in**-0.5
-        bias = random(num_rows) if has_bias else None
-        exact = exact_product(x, weight, bias)
-        if gated:
-            exact = silu_mul_reference(exact.to(dtype).double())
-        for how in tilings(num_tokens, num_rows, num_in, gated=gated):
+        shape = num_tokens, num_out, num_in
+        x, weight, bias, exact = Factors.make(device, shape, dtype, gated=gated, has_bias=has_bias)
+        for how in tilings(num_tokens, len(weight), num_in, gated=gated):
             result = hopper_linear(x, weight, bias, gated=gated, how=how)
             assert result.shape == (num_tokens, num_out)
             assert error(result, exact) < 2 * MAX_ERROR[dtype], how

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -86,6 +87,36 @@ def error(result: torch.Tensor, exact: torch.Tensor) -> float:
 
 def exact_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return x.double() @ weight.double().T + (0 if bias is None else bias.double())
+
+
+class Factors(NamedTuple):
+    """Random factors of a product, and what it should be."""
+
+    x: torch.Tensor  # [tokens, in]
+    weight: torch.Tensor  # [out, in]; [2 out, in] if gated
+    bias: torch.Tensor | None
+    exact: torch.Tensor  # [tokens, out] float64
+
+    @classmethod
+    def make(
+        cls,
+        device: torch.device,
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        *,
+        gated: bool,
+        has_bias: bool = True,
+    ) -> Factors:
+        """Factors of a shape, which is tokens, out and in."""
+        num_tokens, num_out, num_in = shape
+        random = Random(device, dtype, num_out)
+        num_rows = 2 * num_out if gated else num_out
+        x, weight = random.rows(num_tokens, num_in), random(num_rows, num_in) * num_in**-0.5
+        bias = random(num_rows) if has_bias else None
+        exact = exact_product(x, weight, bias)
+        if gated:
+            exact = silu_mul_reference(exact.to(dtype).double())
+        return cls(x, weight, bias, exact)
 
 
 def check_captured_chain(
