@@ -48,7 +48,7 @@ def engine_with_kv_memory(
         pool = llm.engine.pool
         # From now on the overhead counts as it is, so that KV has the same memory throughout.
         pool.account_overhead(pool.driver.overhead_bytes())
-        llm.engine.account_every_s = math.inf
+        llm.engine.meter.every_s = math.inf
         if options.get("bucket_memory") is not None:
             yield llm
             return

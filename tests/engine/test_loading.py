@@ -336,7 +336,7 @@ def test_a_request_ends_if_nothing_can_make_room_for_its_model(
 ) -> None:
     """The process needs more memory beside the pages than when the request came."""
     world = open_world(sizes["llama-tied"][0] + 20 * PAGE_BYTES, models={"a": "llama"})
-    world.engine.account_every_s = float("inf")
+    world.engine.meter.every_s = float("inf")
     world.add_model("b", "llama-tied", load=False)
     sent = world.send("b", make_short(cases["llama-tied"]))
     world.engine.pool.account_overhead(21 * PAGE_BYTES)

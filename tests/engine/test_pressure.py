@@ -179,7 +179,7 @@ class GrowingDriver(FaultyDriver):
 
     held_bytes = 0
 
-    def overhead_bytes(self) -> int:
+    def overhead_bytes(self, *, asks_system: bool = True) -> int:
         return self.held_bytes
 
 
@@ -201,7 +201,7 @@ def test_requests_wait_while_overhead_grows(
     one = {"llama": folders["llama"]}
     least_bytes, most_bytes = tight_memory(one, 100), tight_memory(one, 400)
     with closing(open_engine(one, most_bytes, driver=driver, kv_cache=kv_cache)) as engine:
-        engine.account_every_s = 0.0
+        engine.meter.every_s = 0.0
         ids = [add(engine, "llama", prompt) for prompt in PROMPTS["llama"]]
         answers: dict[str, Answer] = {}
         while engine.has_work:
@@ -226,7 +226,7 @@ def test_requests_are_refused_with_a_reason_when_overhead_takes_all(
     one, prompts = {"llama": folders["llama"]}, PROMPTS["llama"]
     memory_bytes = tight_memory(one, 400)
     with closing(open_engine(one, memory_bytes, driver=driver, kv_cache=kv_cache)) as engine:
-        engine.account_every_s = 0.0
+        engine.meter.every_s = 0.0
         ids = [add(engine, "llama", prompt) for prompt in prompts]
         answers: dict[str, Answer] = {}
         for _ in range(5):

@@ -171,7 +171,7 @@ def test_in_little_memory(
         pool = llm.engine.pool
         others = None
         if is_virtual:
-            llm.engine.account_every_s = float("inf")
+            llm.engine.meter.every_s = float("inf")
             pool.account_overhead(pool.driver.overhead_bytes())
             count = (pool.free_bytes - 150 * MIB) // pool.page_bytes
             others = pool.acquire(Owner("others", Kind.PREFIX), count)

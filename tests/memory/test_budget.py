@@ -155,7 +155,7 @@ def test_page_sizes_that_cannot_be(device, page_bytes, words):
 
 
 class HostWithOverhead(HostDriver):
-    def overhead_bytes(self) -> int:
+    def overhead_bytes(self, *, asks_system: bool = True) -> int:
         return 3 * MIB + 5
 
 

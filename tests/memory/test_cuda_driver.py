@@ -421,6 +421,20 @@ def test_overhead_is_what_is_not_pages(api, monkeypatch, processes, fails_at, ov
     assert nvml.num_open == 0
 
 
+def test_overhead_follows_torch_where_the_library_is_not_asked(api, monkeypatch):
+    reserved = [100 * MIB]
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: reserved[0])
+    nvml = FakeNvml([(PID, 700 * MIB)])
+    driver = CudaDriver(api=api, nvml=nvml)
+    assert driver.overhead_bytes(asks_system=False) == 700 * MIB  # it was never asked before
+    nvml.processes, reserved[0] = [(PID, 900 * MIB)], 130 * MIB
+    assert driver.overhead_bytes(asks_system=False) == 730 * MIB
+    assert driver.overhead_bytes() == 900 * MIB
+    reserved[0] = 120 * MIB
+    assert driver.overhead_bytes(asks_system=False) == 890 * MIB
+    driver.close()
+
+
 def test_close_gives_back_what_is_still_mapped(driver, api):
     address = driver.reserve(64 * PAGE)
     driver.map(address, driver.create(PAGE, 2))

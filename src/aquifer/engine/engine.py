@@ -60,7 +60,7 @@ class Engine(ModelControl):
         num_ahead: steps that may be in flight while the next one is planned.
         on_launch: called with the model of each step, and its number of tokens, before it is
             launched.
-        account_every_s: seconds between two measurements of the driver's overhead.
+        meter: keeps the figure of the process's memory outside of pages.
     """
 
     def __init__(self, config: EngineConfig, parts: EngineParts, planner: Planner) -> None:
@@ -71,9 +71,8 @@ class Engine(ModelControl):
         # On a synchronous device, running ahead would only compute sequences that have ended.
         self.num_ahead = 1 if assembly.pool.driver.runs_ahead else 0
         self.on_launch: Callable[[str, int], None] = _ignore_launch
-        self.account_every_s = 10.0  # it takes the driver from steps for some milliseconds
+        self.meter = parts.meter
         self._stocker = parts.stocker
-        self._meter = parts.meter
         self._resources = parts.resources
         self._requests: dict[str, tuple[ModelHost, SequenceGroup]] = {}
         self._own_requests: set[str] = set()  # the engine's own requests: outputs are dropped
@@ -82,7 +81,6 @@ class Engine(ModelControl):
         self._steps = Pipeline(assembly.scheduler, self._require_devices)
         self._new = NewPrompts()
         self._undelivered: list[TokenOutput] = []  # outputs that the next step returns
-        self._asked_s = time.monotonic()
         self._late = LateCompilations()
         # As the seeds of requests, it may be negative.
         self._seeds = np.random.default_rng(None if config.seed is None else config.seed % 2**64)
@@ -317,11 +315,11 @@ class Engine(ModelControl):
             self.pool.mapper.begin()
         if plan is not None:
             self._stocker.wake()
-            self._account_overhead()
         # Without another step to launch, nothing is left in flight.
         if len(self._steps) > (0 if plan is None else self.num_ahead):
             self._commit_first()
         self._late.end(plan)
+        self.meter.update(is_idle=not self._steps)
         outputs, self._undelivered = self._undelivered, []
         return outputs
 
@@ -437,12 +435,3 @@ class Engine(ModelControl):
         if output.finish_reason is not None:
             self._own_requests.remove(output.request_id)
         return True
-
-    def _account_overhead(self) -> None:
-        """Update the overhead: captured graphs, and anything that grows, leave less for pages."""
-        if time.monotonic() - self._asked_s >= self.account_every_s:
-            self._asked_s = time.monotonic()
-            self._meter.ask()
-        overhead_bytes = self._meter.take()
-        if overhead_bytes is not None:
-            self.pool.account_overhead(overhead_bytes)

@@ -122,7 +122,7 @@ class EngineParts:
             stocker = PageStocker(pool, reclaim_below=config.reclaim_below)
             stocker.start()
             resources.callback(stocker.close)
-            meter = OverheadMeter(driver)
+            meter = OverheadMeter(pool)
             meter.start()
             resources.callback(meter.close)
             return cls(limits, assembly, stocker, meter, reuse, leader, resources.pop_all())

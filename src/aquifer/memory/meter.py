@@ -1,49 +1,67 @@
-"""The thread that measures what the process holds on the device outside of pages.
+"""Keeps the pool's figure of what the process holds on the device outside of pages.
 
-NVIDIA's management library may take tens of milliseconds to answer beside other calls of the
-driver, and no step is to wait for it.
+NVIDIA's management library knows it, and takes tens of milliseconds to answer where many pages
+exist, in which no page is created or mapped. So it is asked in a thread, when there is nothing to
+run. While steps run, the figure follows what is known without asking, which is torch's memory:
+hardly anything else grows then.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 
 from aquifer.errors import DriverError
-from aquifer.memory.driver.base import Driver
+from aquifer.memory.pool import PagePool
+
+_UPDATE_EVERY_S = 10.0
+_LONGEST_BUSY_S = 600.0
+"""Seconds after which the system is asked although steps run."""
 
 
 class OverheadMeter:
-    """Measures the overhead each time it is asked to.
-
-    The host, where that takes microseconds, needs no thread.
+    """Accounts the overhead of a pool's process from time to time.
 
     Args:
-        driver: the device's.
+        pool: the pool.
+
+    Attributes:
+        every_s: seconds between two updates.
     """
 
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
+    def __init__(self, pool: PagePool) -> None:
+        self.every_s = _UPDATE_EVERY_S
+        self._pool = pool
+        self._driver = pool.driver
+        self._updated_s = self._asked_s = time.monotonic()
         self._asked = threading.Event()
         self._closing = False
-        self._found: int | None = None
+        self._found: int | None = None  # and not accounted yet
         self._thread = threading.Thread(target=self._run, name="aquifer-overhead", daemon=True)
 
     def start(self) -> None:
-        """Measure in the thread from now on, where the device has its own management library."""
+        """Ask in the thread from now on, where the device has its own management library."""
         if self._driver.runs_ahead:
             self._thread.start()
 
-    def ask(self) -> None:
-        """Have the overhead measured soon, or at once without the thread."""
-        if self._thread.is_alive():
-            self._asked.set()
-        else:
-            self._found = self._driver.overhead_bytes()
+    def update(self, *, is_idle: bool) -> None:
+        """Account what was found meanwhile, and look again if it is time.
 
-    def take(self) -> int | None:
-        """The latest figure in bytes; None if it was taken before."""
+        Args:
+            is_idle: whether there is no work for the device.
+        """
+        now_s = time.monotonic()
+        if now_s - self._updated_s >= self.every_s:
+            self._updated_s = now_s
+            asks_system = is_idle or now_s - self._asked_s >= _LONGEST_BUSY_S
+            if asks_system and self._thread.is_alive():
+                self._asked_s = now_s
+                self._asked.set()
+            else:
+                self._found = self._driver.overhead_bytes(asks_system=asks_system)
         found, self._found = self._found, None
-        return found
+        if found is not None:
+            self._pool.account_overhead(found)
 
     def close(self) -> None:
         """End the thread."""

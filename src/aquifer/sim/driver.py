@@ -92,7 +92,7 @@ class ModelledDriver:
         """See `Driver`."""
         return self._total_bytes
 
-    def overhead_bytes(self) -> int:
+    def overhead_bytes(self, *, asks_system: bool = True) -> int:
         """`held_bytes`: the budget of a replay leaves out what a real process takes."""
         return self.held_bytes
 

@@ -93,11 +93,15 @@ class Driver(Protocol):
     def total_bytes(self) -> int:
         """Physical memory of the device for all processes together, in bytes."""
 
-    def overhead_bytes(self) -> int:
+    def overhead_bytes(self, *, asks_system: bool = True) -> int:
         """Device memory that this process holds outside the driver's pages, in bytes.
 
-        0 where the pool does not account for it. Other processes' allocations do not change it,
-        and it is cheap enough to read once a second.
+        0 where the pool does not account for it. Other processes' allocations do not change it.
+
+        Args:
+            asks_system: whether all of it is measured. That may keep the device and all calls of
+                the driver waiting, the longer the more pages there are. If not, what only the
+                system knows is as it was when it was asked last.
         """
 
     def create(self, page_bytes: int, count: int) -> list[Handle]:

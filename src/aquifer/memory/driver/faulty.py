@@ -89,9 +89,9 @@ class FaultyDriver:
         """The inner driver's figure."""
         return self.inner.total_bytes()
 
-    def overhead_bytes(self) -> int:
+    def overhead_bytes(self, *, asks_system: bool = True) -> int:
         """The inner driver's figure."""
-        return self.inner.overhead_bytes()
+        return self.inner.overhead_bytes(asks_system=asks_system)
 
     def create(self, page_bytes: int, count: int) -> list[Handle]:
         """Count, maybe fail, pass on."""

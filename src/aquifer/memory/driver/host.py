@@ -85,7 +85,7 @@ class HostDriver:
         total = proc_bytes("/proc/meminfo", "MemTotal")
         return total if limit is None else min(total, limit)
 
-    def overhead_bytes(self) -> int:
+    def overhead_bytes(self, *, asks_system: bool = True) -> int:
         """0: memory of Python, torch and activations is not part of the pool's budget."""
         return 0
 

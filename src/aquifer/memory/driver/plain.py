@@ -91,9 +91,10 @@ class PlainDriver:
         """The inner driver's figure."""
         return self._inner.total_bytes()
 
-    def overhead_bytes(self) -> int:
+    def overhead_bytes(self, *, asks_system: bool = True) -> int:
         """The inner driver's figure, which counts the reservations, without these."""
-        return max(self._inner.overhead_bytes() - self.reserved_bytes, 0)
+        found_bytes = self._inner.overhead_bytes(asks_system=asks_system)
+        return max(found_bytes - self.reserved_bytes, 0)
 
     def create(self, page_bytes: int, count: int) -> list[Handle]:
         """Number pages.
