@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import groupby
 from typing import NamedTuple, cast
 
@@ -29,11 +29,12 @@ class _Shared(NamedTuple):
     def changed(self, num_users: int = 0, num_holds: int = 0) -> _Shared | None:
         """A record with that many more users and holds; None if it is not held and has one user at
         most."""
-        changed = _Shared(self.num_users + num_users, self.num_holds + num_holds)
+        changed = _shared(self.num_users + num_users, self.num_holds + num_holds)
         return changed if changed.num_holds or changed.num_users > 1 else None
 
 
-_PRIVATE = _Shared()
+_shared = lru_cache(4096)(_Shared)  # one object for all pages of which the same is true
+_PRIVATE = _shared()
 
 
 class SharedPages:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from aquifer.errors import InvariantError
@@ -33,7 +34,11 @@ from aquifer.memory.runs import as_run, join
 
 
 class _Record(NamedTuple):
-    """State of a page that is not idle: a value, which all pages in the same state share."""
+    """State of a page that is not idle: a value, which all pages in the same state share.
+
+    There is one object for each (`_record`): records of many pages are compared faster, and the
+    garbage collection has less to look at.
+    """
 
     page_bytes: int
     owner: Owner
@@ -47,12 +52,19 @@ class _Record(NamedTuple):
 
     def changed(self, num_references: int = 0, num_retired: int = 0) -> _Record:
         """A record with that many more references, and that many more of them retired."""
-        return _Record(
+        return _record(
             self.page_bytes,
             self.owner,
             self.num_references + num_references,
             self.num_retired + num_retired,
         )
+
+    def owned_by(self, owner: Owner) -> _Record:
+        """A record with this owner."""
+        return _record(self.page_bytes, owner, self.num_references, self.num_retired)
+
+
+_record = lru_cache(4096)(_Record)
 
 
 class Ledger:
@@ -241,7 +253,7 @@ class Ledger:
         """Enter pages without a record as in use, with one reference each."""
         with self.lock:
             numbers = as_run(pages) if len(pages) > 1 else pages
-            self._records.fill(numbers, _Record(page_bytes, owner))
+            self._records.fill(numbers, _record(page_bytes, owner))
             self._in_use_bytes[owner] += len(pages) * page_bytes
 
     def share(self, pages: Sequence[Page]) -> None:
@@ -254,7 +266,7 @@ class Ledger:
         def transferred(record: _Record) -> _Record:
             if record.owner.model != owner.model and not is_shared:
                 raise InvariantError(f"a page of {record.owner} cannot go to {owner} unzeroed")
-            return record._replace(owner=owner)
+            return record.owned_by(owner)
 
         self._change(pages, transferred)
 
