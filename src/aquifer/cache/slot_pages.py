@@ -35,9 +35,10 @@ _LIKELY = 0.9
 """Probability with which an output ends before the tokens that nothing is mapped ahead for."""
 
 
-_LEAD_TOKENS = 6
+_LEAD_TOKENS = 12
 """Tokens before the one that needs a page, at which the thread is told to map it. One would do, but
-for calls of the driver that take 15 ms, since something else on the machine keeps it busy."""
+for calls of the driver that take 40 ms, since something else on the machine, such as a monitor of
+its GPUs, keeps it busy."""
 
 
 @dataclass(frozen=True, slots=True)

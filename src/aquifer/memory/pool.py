@@ -29,6 +29,11 @@ from aquifer.memory.retire import RetireQueue
 __all__ = ["PROCESS", "Kind", "Owner", "Page", "PagePool", "PoolSize", "PoolUsage"]
 
 
+_BATCH_PAGES = 4
+"""How many pages `stock` creates in one go: up to 3 ms beside other calls of the driver, which is
+how long a caller may have to wait that needs a page of a size that none is ready of."""
+
+
 class PoolSize(NamedTuple):
     """The size of a pool, for another one like it in another process."""
 
@@ -195,7 +200,7 @@ class PagePool:
             self.guards.take(pages)
         return pages
 
-    def stock(self, target_bytes: int, batch_pages: int = 16) -> bool:
+    def stock(self, target_bytes: int, batch_pages: int = _BATCH_PAGES) -> bool:
         """Create a batch of idle pages, if fewer than `target_bytes` are untouched and idle.
 
         May be called from another thread than the other methods.
