@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -117,7 +118,9 @@ def max_total(request: Request, info: ModelInfo, lane: Lane, room: Room, kv_page
     )
 
 
-def _token_array(token_ids: list[int], vocab_size: int, param: str | None) -> npt.NDArray[np.int32]:
+def _token_array(
+    token_ids: Sequence[int], vocab_size: int, param: str | None
+) -> npt.NDArray[np.int32]:
     """Token ids as an array, which is much faster to look through than a list.
 
     Raises:
@@ -125,7 +128,8 @@ def _token_array(token_ids: list[int], vocab_size: int, param: str | None) -> np
     """
     try:
         # As unsigned numbers, in a third of the time that numpy alone or signed ones take.
-        ids = np.asarray(array("I", token_ids), np.uint32)
+        is_packed = isinstance(token_ids, array) and token_ids.typecode == "I"
+        ids = np.asarray(token_ids if is_packed else array("I", token_ids), np.uint32)
     except OverflowError:  # one is negative, or too large
         ids = np.array([vocab_size], np.uint32)
     except TypeError:
