@@ -385,9 +385,9 @@ class Request:
     def __getstate__(self) -> list[object]:
         """The fields, with the token ids as bytes.
 
-        All streams of an engine wait while it reads a request: 131 000 ids of a list take it 3 ms, and
-        the first ones 17.
-        Where some are no token ids, all stay as they are, for the engine to refuse.
+        All streams of an engine wait while it reads a request: 131 000 ids of a list take it 3 ms,
+        and the first ones 17. Where some are no token ids, all stay as they are, for the engine to
+        refuse.
         """
         values = [getattr(self, field.name) for field in fields(self)]
         with suppress(OverflowError, TypeError):
