@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import groupby
@@ -135,7 +134,10 @@ class SharedPages:
             yield 1, cast(Sequence[Page], blocks)
             return
         # In the order of the blocks: pages that are given up first are used again first.
-        for count, group in groupby(Counter(map(self._range.page_of, blocks)).items(), _count_of):
+        counts: dict[Page, int] = {}
+        for page, _, start, end in self._range.pieces(blocks):
+            counts[page] = counts.get(page, 0) + end - start
+        for count, group in groupby(counts.items(), _count_of):
             yield count, [page for page, _ in group]
 
 

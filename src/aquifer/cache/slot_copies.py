@@ -18,7 +18,7 @@ from aquifer.cache.tensors import KVTensors
 from aquifer.errors import InvariantError
 from aquifer.memory.pages import Page
 from aquifer.memory.range import VirtualRange
-from aquifer.memory.runs import join, runs
+from aquifer.memory.runs import join
 
 
 class SharedRun(NamedTuple):
@@ -203,22 +203,13 @@ def runs_of(
     shared: list[SharedRun] = []
     copied = []
     run: list[Page] = []
-    num_places, whole = range_.num_places, num_whole - begin
-    for first, last in runs(blocks):
-        at, page = first, range_.page_of(blocks[first])
-        offset = blocks[first] - page
-        while at < last:
-            size = num_places(page)
-            start, at = at, at + size - offset
-            if not offset and at <= last and at <= whole:
-                if not run:
-                    run = []
-                    shared.append(SharedRun(begin + start, run))
-                run.append(page)
-            else:
-                at = min(at, last)
+    for page, offset, start, end in range_.pieces(blocks):
+        if end - start == range_.num_places(page) and end <= num_whole - begin:
+            if not run:
                 run = []
-                copied.append(CopiedRun(begin + start, begin + at, page, offset))
-            # A number behind the last unit of a page is that of another page.
-            page, offset = Page(page + size), 0
+                shared.append(SharedRun(begin + start, run))
+            run.append(page)
+        else:
+            run = []
+            copied.append(CopiedRun(begin + start, begin + end, page, offset))
     return shared, copied

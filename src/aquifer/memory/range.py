@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from operator import add, sub
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from aquifer.errors import InvariantError
 from aquifer.memory.pages import Page, PageTable
@@ -16,6 +16,15 @@ from aquifer.memory.runs import runs, shift
 
 if TYPE_CHECKING:
     import torch  # the web process does without it
+
+
+class Piece(NamedTuple):
+    """Units of one page among the numbers of several, at positions [start, end) there."""
+
+    page: Page
+    offset: int  # of the first of them in the page
+    start: int
+    end: int
 
 
 class VirtualRange:
@@ -237,6 +246,17 @@ class VirtualRange:
     def has_large(self) -> bool:
         """Whether pages that take several indices were ever mapped here."""
         return self._has_large
+
+    def pieces(self, numbers: Sequence[int]) -> Iterator[Piece]:
+        """Yields the pages that have units of these numbers, in order, once for each stretch of
+        neighbours in one page: a page of which all units are named in order is one piece."""
+        for first, last in runs(numbers):
+            at = first
+            while at < last:
+                page = self.page_of(numbers[at])
+                offset = numbers[at] - page
+                start, at = at, min(at + self.num_places(page) - offset, last)
+                yield Piece(page, offset, start, at)
 
     def page_of(self, number: int) -> Page:
         """The page that has a unit of this number."""

@@ -6,6 +6,7 @@ same time to hand on, cut or compare, however many these are.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from itertools import chain, pairwise
 from typing import TypeVar, cast
@@ -27,8 +28,10 @@ def runs(numbers: Sequence[int], step: int = 1) -> list[tuple[int, int]]:
     if isinstance(numbers, range) and numbers.step == step:
         return [(0, len(numbers))] if numbers else []
     if len(numbers) > _MANY:
-        ends = np.flatnonzero(np.diff(np.asarray(numbers)) != step) + 1
-        return list(pairwise([0, *ends.tolist(), len(numbers)]))
+        # By way of an `array`, in half the time that numpy takes for a list.
+        values = np.frombuffer(array("q", numbers), np.int64)
+        (ends,) = (values[1:] - values[:-1] != step).nonzero()
+        return list(pairwise([0, *(ends + 1).tolist(), len(numbers)]))
     found = []
     start = 0
     for end in range(1, len(numbers) + 1):
