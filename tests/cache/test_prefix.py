@@ -37,6 +37,11 @@ def restore_s(first_token: float, num_tokens: float) -> float:
     return 1e-3 * num_tokens * (1 + first_token / 8)
 
 
+def summed_s(first_token: float, num_tokens: float) -> float:
+    """What tokens cost is the sum of what each costs."""
+    return 1e-3 * num_tokens * (1 + (first_token + num_tokens / 2) / 8)
+
+
 def flat_s(first_token: float, num_tokens: float) -> float:
     return 1e-3
 
@@ -620,7 +625,7 @@ def test_computing_again_what_was_evicted_is_logged():
     """Block by block, whatever else was computed; a block that was not lost costs nothing."""
     cache, log = FakeCache(4, 1), EvictionLog()
     owner = Owner("a", Kind.PREFIX)
-    prefixes = PrefixCache(cache, restore_s, losses=log.losses_of(owner))
+    prefixes = PrefixCache(cache, summed_s, losses=log.losses_of(owner))
     compute(prefixes, cache, [7] * 16, 0.0)
     log.begin(Owner("b", Kind.KV), 1.0)
     regret = prefixes.cheapest(1.0)
@@ -633,9 +638,9 @@ def test_computing_again_what_was_evicted_is_logged():
     compute(prefixes, cache, [7] * 4 + [8] * 8, 2.0)
     assert log.totals[owner].paid_s == 0.0, "other tokens"
     compute(prefixes, cache, [7] * 8 + [8] * 4, 3.0)
-    assert log.totals[owner].paid_s == pytest.approx(restore_s(4, 4))
+    assert log.totals[owner].paid_s == pytest.approx(summed_s(4, 4))
     compute(prefixes, cache, [7] * 17, 4.0)
-    paid_s = sum(restore_s(first, 4) for first in (4, 8, 12))
+    paid_s = sum(summed_s(first, 4) for first in (4, 8, 12))
     assert log.totals[owner].paid_s == pytest.approx(paid_s)
     compute(prefixes, cache, [7] * 17, 5.0)
     assert log.totals[owner].paid_s == pytest.approx(paid_s), "it is paid once"
@@ -646,11 +651,11 @@ def test_computing_again_what_was_evicted_is_logged():
 def test_a_prefix_that_was_evicted_whole_is_known_again():
     cache, log = FakeCache(4, 1), EvictionLog()
     owner = Owner("a", Kind.PREFIX)
-    prefixes = PrefixCache(cache, restore_s, losses=log.losses_of(owner))
+    prefixes = PrefixCache(cache, summed_s, losses=log.losses_of(owner))
     compute(prefixes, cache, [7] * 16, 0.0, extra="salt")
     prefixes.evict(1000, 1.0)
     compute(prefixes, cache, [7] * 16, 2.0, extra="salt")
-    paid_s = sum(restore_s(first, 4) for first in (0, 4, 8, 12))
+    paid_s = sum(summed_s(first, 4) for first in (0, 4, 8, 12))
     assert log.totals[owner].paid_s == pytest.approx(paid_s)
     prefixes.evict(1000, 3.0)
     prefixes.clear()

@@ -44,8 +44,8 @@ def test_restoring_is_paid_once_and_by_the_latest_eviction(log):
     for clock_s in (1.0, 2.0):
         log.begin(KV, clock_s)
         losses.evicted([1, 2], 20, 1.0)
-    losses.restored([(1, 0.5), (7, 100.0)])
-    losses.restored([(1, 100.0)])
+    losses.restored([7, 1, 8], lambda start, stop: sum([100.0, 0.5, 100.0][start:stop]))
+    losses.restored([1], lambda start, stop: 100.0)
     first, second = log.latest
     assert (first.paid_s, first.num_restored) == (0.0, 0)
     assert (second.paid_s, second.num_restored) == (0.5, 1)
@@ -58,7 +58,7 @@ def test_what_was_given_up_for_another_reason_is_not_paid(log):
     log.begin(KV, 1.0)
     losses.evicted(["layer 0"], 20, 1.0)
     losses.forget()
-    losses.restored([("layer 0", 1.0)])
+    losses.restored(["layer 0"], lambda start, stop: 1.0)
     assert log.totals[WEIGHTS].paid_s == 0.0
 
 
@@ -75,7 +75,7 @@ def test_the_log_is_bounded_and_its_sums_are_not(log):
     # The oldest keys are forgotten; an entry that has left the log is still paid for in the sums.
     num_known = len(losses)
     assert num_known < num
-    losses.restored((key, 1.0) for key in range(num))
+    losses.restored(range(num), lambda start, stop: stop - start)
     assert log.totals[PREFIX].paid_s == num_known
     assert len(losses) == 0
 

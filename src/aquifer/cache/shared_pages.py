@@ -12,7 +12,7 @@ from aquifer.memory.pages import Page
 from aquifer.memory.pool import Kind, Owner
 from aquifer.memory.records import Records
 from aquifer.memory.residency import Residency
-from aquifer.memory.runs import join
+from aquifer.memory.runs import join, runs
 from aquifer.memory.stripes import StripedResidency
 
 
@@ -133,11 +133,14 @@ class SharedPages:
         if not self._range.has_large:
             yield 1, cast(Sequence[Page], blocks)
             return
-        # In the order of the blocks: pages that are given up first are used again first.
+        # In the order of the blocks, which is that of the places or the reverse: pages that are
+        # given up first are used again first.
+        is_reverse = len(runs(blocks, -1)) < len(runs(blocks))
         counts: dict[Page, int] = {}
-        for page, _, start, end in self._range.pieces(blocks):
+        for page, _, start, end in self._range.pieces(blocks[::-1] if is_reverse else blocks):
             counts[page] = counts.get(page, 0) + end - start
-        for count, group in groupby(counts.items(), _count_of):
+        entries = counts.items()
+        for count, group in groupby(reversed(entries) if is_reverse else entries, _count_of):
             yield count, [page for page, _ in group]
 
 

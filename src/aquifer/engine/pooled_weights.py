@@ -258,9 +258,8 @@ class PooledWeights(ABC):
         self._reuse.filled(self.member, self._to_fill)
         groups = self._store.groups
         self.load_s = sum(self.member.bytes_of(each) * self._byte_s(each) for each in groups)
-        self._losses.restored(
-            (group, self.member.bytes_of(group) * self._byte_s(group)) for group in self._to_fill
-        )
+        seconds = [self.member.bytes_of(each) * self._byte_s(each) for each in self._to_fill]
+        self._losses.restored(self._to_fill, lambda start, stop: sum(seconds[start:stop]))
 
     def close(self) -> None:
         """Give pages and addresses back."""

@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from aquifer.memory.owners import PROCESS, Owner
 
@@ -103,9 +104,9 @@ class EvictionLog:
         totals.expected_s += expected_s
         return entry
 
-    def pay(self, entry: Eviction, seconds: float) -> None:
-        """Record that one item of an entry was restored. For `Losses`."""
-        entry.num_restored += 1
+    def pay(self, entry: Eviction, num_items: int, seconds: float) -> None:
+        """Record that items of an entry were restored. For `Losses`."""
+        entry.num_restored += num_items
         entry.paid_s += seconds
         self._totals[entry.loser].paid_s += seconds
 
@@ -138,22 +139,26 @@ class Losses:
         """
         entry = self._log.add(self._loser, len(keys), num_bytes, expected_s)
         lost = self._lost
-        for key in keys:
-            lost.pop(key, None)  # the latest loss of an item is the one that is paid for
-            lost[key] = entry
+        for key in lost.keys() & set(keys):  # the latest loss of an item is the one paid for
+            del lost[key]
+        lost.update(dict.fromkeys(keys, entry))
         while len(lost) > _MOST_KEYS:
             lost.popitem(last=False)
 
-    def restored(self, costs: Iterable[tuple[Hashable, float]]) -> None:
+    def restored(self, keys: Sequence[Hashable], seconds_of: Callable[[int, int], float]) -> None:
         """Record that items are there again; those that were not evicted are left out.
 
         Args:
-            costs: the key of each item, and the seconds that restoring it has taken.
+            keys: of the items.
+            seconds_of: the seconds that restoring the items at [start, stop) of `keys` has taken.
         """
-        for key, seconds in costs:
-            entry = self._lost.pop(key, None)
+        start = 0
+        for _, group in groupby([self._lost.pop(key, None) for key in keys], id):
+            entries = list(group)
+            stop, entry = start + len(entries), entries[0]
             if entry is not None:
-                self._log.pay(entry, seconds)
+                self._log.pay(entry, stop - start, seconds_of(start, stop))
+            start = stop
 
     def forget(self) -> None:
         """Count no more what was lost: the tenant has given up all it had for another reason."""

@@ -159,10 +159,7 @@ class VirtualRange:
         found: dict[int, int] = {}
         for units, run in self._units.stretches(indices):
             if units is None:
-                offsets = self._offsets.values_of(run)
-                found.update(
-                    (i, 1) for i, offset in zip(run, offsets, strict=True) if offset is not None
-                )
+                found.update(dict.fromkeys(self._offsets.present(run), 1))
             else:  # the first of these pages may begin before
                 first = run[0] - self.page(run[0]) % units
                 found.update(dict.fromkeys(range(first, run[-1] + 1, units), units))

@@ -70,6 +70,13 @@ class Records(Generic[R]):
             found += records if part.step == 1 else records[::-1]
         return found
 
+    def present(self, numbers: Sequence[N]) -> Sequence[N]:
+        """Those of the numbers that have a record."""
+        records = self.values_of(numbers)
+        if None not in records:
+            return numbers
+        return [i for i, record in zip(numbers, records, strict=True) if record is not None]
+
     def _values_of_each(self, numbers: Sequence[int]) -> list[R | None]:
         """`values_of`, number by number."""
         found: list[R | None] = []

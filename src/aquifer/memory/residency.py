@@ -302,7 +302,7 @@ class Residency:
         """
         return self._pool.retired.indices_of(self.range, page, is_passed=is_passed)
 
-    def vacate_soon(self, indices: Iterable[int]) -> None:
+    def vacate_soon(self, indices: Sequence[int]) -> None:
         """Have places that were given up unmapped in the background, before all others."""
         self._pool.retired.vacate_soon(self.range, indices)
 

@@ -242,8 +242,7 @@ class RetireQueue:
         """Unmap and give back those of these places that are still retired, after their fences."""
         with self._changed:
             self._await_all_leaving(range_)
-            places = self._places(range_)
-            self._vacate(range_, [index for index in indices if index in places])
+            self._vacate(range_, self._places(range_).present(indices))
 
     def sizes_at(self, range_: VirtualRange, indices: range) -> dict[int, int]:
         """The places of pages that were given up at some indices and are still there, and how many
@@ -261,14 +260,14 @@ class RetireQueue:
             batches = (past_fences if is_passed else tuple)(self._parked.get(page) or ())
             return [each.indices_of([page])[0] for each in batches if each.range is range_]
 
-    def vacate_soon(self, range_: VirtualRange, indices: Iterable[int]) -> None:
+    def vacate_soon(self, range_: VirtualRange, indices: Sequence[int]) -> None:
         """Have `collect` unmap these places before all others, also where pages are in use.
 
         Those that have no retired page are left alone, as are those that are used again before.
         """
         with self._changed:
-            places = self._places(range_)
-            self._unwanted.update(((range_, i), None) for i in indices if i in places)
+            there = self._places(range_).present(indices)
+            self._unwanted.update(dict.fromkeys((range_, index) for index in there))
         if self.on_retire is not None:
             self.on_retire()
 

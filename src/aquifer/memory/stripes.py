@@ -7,7 +7,7 @@ number of its page in the first buffer. So a tenant counts stripes where it woul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from aquifer.memory.pages import Page
@@ -122,9 +122,9 @@ class StripedResidency:
         """See `Residency.left_with`: by the stripe's first page."""
         return self._pages.left_with(stripe, is_passed=is_passed)
 
-    def vacate_soon(self, indices: Iterable[int]) -> None:
+    def vacate_soon(self, indices: Sequence[int]) -> None:
         """See `Residency.vacate_soon`."""
-        self._pages.vacate_soon(self._everywhere(list(indices)))
+        self._pages.vacate_soon(self._everywhere(indices))
 
     def _stretches(self, stretches: Sequence[range]) -> list[range]:
         """The places of these stripes in all buffers."""

@@ -75,7 +75,7 @@ class PrefixCache:
         cache: the manager of the blocks.
         restore_s: seconds to compute KV again, given the position of the first token and the number
             of tokens; both may be fractions, where a block holds less than a token. Later tokens
-            cost more, as they attend to all earlier ones.
+            cost more, as they attend to all earlier ones. Tokens cost what their parts cost.
         reuse: probability that a prefix is needed again.
         sensitivity: weight of a second of delay of this model, compared with others.
         parts: the parts of the cache, of which `cache` is the first; none if it is the only one.
@@ -402,7 +402,7 @@ class PrefixCache:
     def _restored(self, node: Node) -> None:
         """Report what is kept now: it may have been evicted, and was computed again."""
         if self._losses:
-            self._losses.restored(self._victims.restored(node))
+            self._losses.restored(*self._victims.restored(node))
 
     def _lease(self, match: Match, node: Node | None, end: int) -> Lease:
         """A lease of the first `end` blocks of the path to a node, in which they end."""

@@ -352,16 +352,16 @@ class VictimQueues:
         """What evicting the last block of a node gives back, or a checkpoint."""
         return node.checkpoint_bytes if node.is_checkpoint else self._block_bytes
 
-    def restored(self, node: Node) -> list[tuple[int, float]]:
-        """The path of each block of a node, or of a checkpoint, and the seconds to compute it."""
-        paths = self._trie.paths(node)
+    def restored(self, node: Node) -> tuple[Sequence[int], Callable[[int, int], float]]:
+        """The path of each block of a node, or of a checkpoint, and the seconds to compute those at
+        [start, stop) among these."""
+        paths, tokens = self._trie.paths(node), self._block_tokens
         if node.is_checkpoint:
-            return [(paths[0], self._restore_victim_s(node))]
-        tokens = self._block_tokens
-        return [
-            (path, self._restore_s(index * tokens, tokens))
-            for index, path in enumerate(paths, node.begin)
-        ]
+            return paths[:1], lambda _start, _stop: self._restore_victim_s(node)
+        begin = node.begin
+        return paths, lambda start, stop: self._restore_s(
+            (begin + start) * tokens, (stop - start) * tokens
+        )
 
     def _restore_victim_s(self, node: Node) -> float:
         """Seconds to compute the last block again, or the tokens from checkpoint to checkpoint."""
