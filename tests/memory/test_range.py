@@ -142,3 +142,28 @@ def test_what_may_not_be_mapped_or_unmapped(driver, table):
     assert driver.mapped_pages == 1
     assert list(pages.unmap(sorted(pages.pages))) == numbers[:1]
     pages.close()
+
+
+def test_units_by_page(driver, table):
+    pages = VirtualRange(table, 32 * PAGE, PAGE)
+    (four,), (two,), ones = (table.create(size * PAGE, n) for size, n in ((4, 1), (2, 1), (1, 3)))
+    for index, group in [(0, [four]), (4, [two]), (6, ones)]:
+        pages.map(index, group)
+    assert [pages.page_of(number) for number in (four + 3, two + 1)] == [four, two]
+    for numbers, expected in [
+        ([], []),
+        (range(four, four + 4), [(four, 0, 0, 4)]),
+        ([four + 1, four + 2], [(four, 1, 0, 2)]),
+        ([four + 2, four + 3, two, two + 1], [(four, 2, 0, 2), (two, 0, 2, 4)]),
+        (
+            [*range(two, two + 2), *ones],
+            [(two, 0, 0, 2), *((ones[i], 0, i + 2, i + 3) for i in range(3))],
+        ),
+        (
+            [four, four, two + 1, four + 1],
+            [(four, 0, 0, 1), (four, 0, 1, 2), (two, 1, 2, 3), (four, 1, 3, 4)],
+        ),
+    ]:
+        assert list(pages.pieces(numbers)) == expected
+    pages.unmap(list(pages.pages))
+    pages.close()

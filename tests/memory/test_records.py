@@ -57,6 +57,7 @@ def test_against_a_dictionary(seed):
             assert all(one[0] != two[0] for one, two in pairwise(stretches))
         else:
             assert records.values_of(numbers) == [expected.get(n) or None for n in numbers]
+            assert list(records.present(numbers)) == [n for n in numbers if expected.get(n)]
         expected = {number: record for number, record in expected.items() if record}
         assert len(records) == len(expected)
     assert list(records.items()) == sorted(expected.items())

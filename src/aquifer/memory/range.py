@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from operator import add, sub
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, cast
 
 from aquifer.errors import InvariantError
 from aquifer.memory.pages import Page, PageTable
@@ -16,15 +16,6 @@ from aquifer.memory.runs import runs, shift
 
 if TYPE_CHECKING:
     import torch  # the web process does without it
-
-
-class Piece(NamedTuple):
-    """Units of one page among the numbers of several, at positions [start, end) there."""
-
-    page: Page
-    offset: int  # of the first of them in the page
-    start: int
-    end: int
 
 
 class VirtualRange:
@@ -244,16 +235,22 @@ class VirtualRange:
         """Whether pages that take several indices were ever mapped here."""
         return self._has_large
 
-    def pieces(self, numbers: Sequence[int]) -> Iterator[Piece]:
-        """Yields the pages that have units of these numbers, in order, once for each stretch of
-        neighbours in one page: a page of which all units are named in order is one piece."""
-        for first, last in runs(numbers):
-            at = first
-            while at < last:
-                page = self.page_of(numbers[at])
-                offset = numbers[at] - page
-                start, at = at, min(at + self.num_places(page) - offset, last)
-                yield Piece(page, offset, start, at)
+    def pieces(self, numbers: Sequence[int]) -> Iterator[tuple[Page, int, int, int]]:
+        """The pages that have units of these numbers, one for each stretch of neighbours in a page.
+
+        Yields: (page, offset of the first of the units in it, start and end of the stretch), in
+            order; a page of which all units are named in order is one stretch.
+        """
+        num_places = self.num_places
+        for start, last in runs(numbers):
+            page = self.page_of(numbers[start])
+            offset = numbers[start] - page
+            while start < last:
+                size = num_places(page)
+                end = start + size - offset
+                yield page, offset, start, end if end < last else last
+                # A number behind the last unit of a page is that of another page.
+                page, offset, start = Page(page + size), 0, end
 
     def page_of(self, number: int) -> Page:
         """The page that has a unit of this number."""
