@@ -18,10 +18,11 @@ All of it is for the engine's loop.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import NamedTuple
 
 from aquifer.memory.owners import PROCESS, Owner
 
@@ -111,6 +112,13 @@ class EvictionLog:
         self._totals[entry.loser].paid_s += seconds
 
 
+class _Loss(NamedTuple):
+    """Items that were evicted at once."""
+
+    keys: Sequence[Hashable]
+    entry: Eviction
+
+
 class Losses:
     """What one tenant has lost and has not restored. Made by `EvictionLog.losses_of`.
 
@@ -122,9 +130,9 @@ class Losses:
     def __init__(self, log: EvictionLog, loser: Owner) -> None:
         self._log = log
         self._loser = loser
-        # By key, the oldest first. Of a plain dict, the first key takes long to find after many
-        # were deleted there.
-        self._lost: OrderedDict[Hashable, Eviction] = OrderedDict()
+        self._lost: dict[Hashable, _Loss] = {}
+        self._losses: deque[_Loss] = deque()  # the oldest first
+        self._num_keys = 0  # of all of them, restored or not
 
     def __len__(self) -> int:
         return len(self._lost)
@@ -133,17 +141,21 @@ class Losses:
         """Record that items were evicted.
 
         Args:
-            keys: of the items.
+            keys: of the items; not to be changed later.
             num_bytes: that were given back.
             expected_s: the regret of all of them together.
         """
         entry = self._log.add(self._loser, len(keys), num_bytes, expected_s)
-        lost = self._lost
-        for key in lost.keys() & set(keys):  # the latest loss of an item is the one paid for
-            del lost[key]
-        lost.update(dict.fromkeys(keys, entry))
-        while len(lost) > _MOST_KEYS:
-            lost.popitem(last=False)
+        lost, loss = self._lost, _Loss(keys, entry)
+        lost.update(dict.fromkeys(keys, loss))  # the latest loss of an item is the one paid for
+        self._losses.append(loss)
+        self._num_keys += len(keys)
+        while self._num_keys > _MOST_KEYS:
+            oldest = self._losses.popleft()
+            self._num_keys -= len(oldest.keys)
+            for key in oldest.keys:
+                if lost.get(key) is oldest:
+                    del lost[key]
 
     def restored(self, keys: Sequence[Hashable], seconds_of: Callable[[int, int], float]) -> None:
         """Record that items are there again; those that were not evicted are left out.
@@ -154,12 +166,14 @@ class Losses:
         """
         start = 0
         for _, group in groupby([self._lost.pop(key, None) for key in keys], id):
-            entries = list(group)
-            stop, entry = start + len(entries), entries[0]
-            if entry is not None:
-                self._log.pay(entry, stop - start, seconds_of(start, stop))
+            losses = list(group)
+            stop, loss = start + len(losses), losses[0]
+            if loss is not None:
+                self._log.pay(loss.entry, stop - start, seconds_of(start, stop))
             start = stop
 
     def forget(self) -> None:
         """Count no more what was lost: the tenant has given up all it had for another reason."""
         self._lost.clear()
+        self._losses.clear()
+        self._num_keys = 0
