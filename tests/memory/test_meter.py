@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
 
 from aquifer.errors import DriverError
-from aquifer.memory import meter as module
 from aquifer.memory.driver.host import HostDriver
 from aquifer.memory.meter import OverheadMeter
 from aquifer.memory.pool import PagePool
@@ -88,13 +88,33 @@ def test_the_system_is_not_asked_while_steps_run(
 
 
 def test_the_system_is_asked_in_the_end_if_steps_always_run(
-    driver: AskedDriver, pool: PagePool, meter: OverheadMeter, monkeypatch: pytest.MonkeyPatch
+    driver: AskedDriver, pool: PagePool, meter: OverheadMeter
 ) -> None:
     meter.update(is_idle=False)
     assert driver.num_asked == 0
-    monkeypatch.setattr(module, "_LONGEST_BUSY_S", 0.0)
+    meter.longest_busy_s = 0.0
     meter.update(is_idle=False)
+    meter.longest_busy_s = float("inf")
     assert until_accounted(meter, driver, pool) == 10 * PAGE
+
+
+def test_updates_while_steps_run_do_not_put_off_what_is_asked_when_none_do(
+    driver: AskedDriver, pool: PagePool, meter: OverheadMeter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    meter.every_s = 10.0
+    for _ in range(3):
+        now_s += 11.0
+        driver.known_bytes += PAGE
+        meter.update(is_idle=False)
+        assert pool.usage().overhead_bytes == driver.known_bytes
+        now_s += 1.0
+        meter.update(is_idle=True)
+        driver.answered.acquire()
+        while pool.usage().overhead_bytes == driver.known_bytes:
+            meter.update(is_idle=True)
+    assert driver.num_asked == 3
 
 
 def test_nothing_is_looked_at_before_it_is_time(

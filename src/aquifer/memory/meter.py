@@ -14,10 +14,6 @@ import time
 from aquifer.errors import DriverError
 from aquifer.memory.pool import PagePool
 
-_UPDATE_EVERY_S = 10.0
-_LONGEST_BUSY_S = 600.0
-"""Seconds after which the system is asked although steps run."""
-
 
 class OverheadMeter:
     """Accounts the overhead of a pool's process from time to time.
@@ -26,11 +22,13 @@ class OverheadMeter:
         pool: the pool.
 
     Attributes:
-        every_s: seconds between two updates.
+        every_s: seconds between two updates, and until the system is asked when nothing runs.
+        longest_busy_s: seconds until it is asked although steps run.
     """
 
     def __init__(self, pool: PagePool) -> None:
-        self.every_s = _UPDATE_EVERY_S
+        self.every_s = 10.0
+        self.longest_busy_s = 600.0
         self._pool = pool
         self._driver = pool.driver
         self._updated_s = self._asked_s = time.monotonic()
@@ -45,20 +43,21 @@ class OverheadMeter:
             self._thread.start()
 
     def update(self, *, is_idle: bool) -> None:
-        """Account what was found meanwhile, and look again if it is time.
+        """Account what the system has answered meanwhile, and look again if it is time.
 
         Args:
             is_idle: whether there is no work for the device.
         """
         now_s = time.monotonic()
-        if now_s - self._updated_s >= self.every_s:
-            self._updated_s = now_s
-            asks_system = is_idle or now_s - self._asked_s >= _LONGEST_BUSY_S
-            if asks_system and self._thread.is_alive():
-                self._asked_s = now_s
+        if now_s - self._asked_s >= (self.every_s if is_idle else self.longest_busy_s):
+            self._asked_s = self._updated_s = now_s
+            if self._thread.is_alive():
                 self._asked.set()
             else:
-                self._found = self._driver.overhead_bytes(asks_system=asks_system)
+                self._found = self._driver.overhead_bytes()
+        elif now_s - self._updated_s >= self.every_s:
+            self._updated_s = now_s
+            self._found = self._driver.overhead_bytes(asks_system=False)
         found, self._found = self._found, None
         if found is not None:
             self._pool.account_overhead(found)
