@@ -28,7 +28,6 @@ import numpy as np
 import numpy.typing as npt
 
 from aquifer.cache.base import Blocks, Kept
-from aquifer.cache.prefix.paths import path_keys
 from aquifer.errors import InvariantError
 from aquifer.memory.runs import join, num_equal
 
@@ -332,7 +331,7 @@ class Trie:
         return blocks[leaf.num_blocks :][::-1]
 
     def paths(self, node: Node) -> list[int]:
-        """For each block of a node, a key of all tokens up to its end, and of `extra` (`paths.py`).
+        """For each block of a node, a hash of all tokens up to its end, and of `extra`.
 
         A checkpoint has one. They are not unique, and computed when they are asked for first.
         """
@@ -349,10 +348,11 @@ class Trie:
                 at.paths = [hash((path, _CHECKPOINT))]
                 continue
             assert at.token_ids is not None
-            ends = self._ends[at.begin : at.end + 1]
-            num_tokens = ends[-1] - ends[0]  # it may have lost some of those that it had at first
-            at.paths = path_keys(at.token_ids[:num_tokens], ends[0], ends[1:], path)
-            path = at.paths[-1]
+            first, at.paths = self._ends[at.begin], []
+            for index in range(at.begin, at.end):
+                start, stop = self._ends[index] - first, self._ends[index + 1] - first
+                path = hash((path, at.token_ids[start:stop].tobytes()))
+                at.paths.append(path)
         assert node.paths is not None
         return node.paths if node.is_checkpoint else node.paths[: node.num_blocks]
 
