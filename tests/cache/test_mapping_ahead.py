@@ -162,6 +162,25 @@ def test_the_next_sequence_finds_pages():
     harness.close()
 
 
+def test_a_slot_that_is_still_being_prepared_is_left_to_others():
+    harness = _harness(eager=2, is_late=True)
+    harness.begin(0, 9)
+    harness.cache.preferred_slot((), [1, 2, 3])
+    harness.cache.upload()
+    (work,) = _mapper(harness).work  # for slot 2
+    assert harness.cache.preferred_slot((), [2, 3]) == 3
+    assert harness.cache.preferred_slot((), [2]) == 2  # there is no other one
+    harness.begin(1, 9)
+    retained = harness.end(1)
+    assert harness.adopt(3, retained, 9)
+    assert not work.done()  # it was waited for by nobody
+    assert harness.adopt(2, retained, 9)
+    assert work.done()
+    harness.check([retained])
+    harness.cache.unretain(retained.blocks)
+    harness.close()
+
+
 def test_pages_for_the_next_sequence_are_free_until_it_comes():
     harness = _harness(num_pages=8, eager=2, is_late=True)
     harness.cache.preferred_slot((), [0, 1])

@@ -281,6 +281,45 @@ def test_a_place_on_its_way_out_is_waited_for(driver, pool, range_, monkeypatch)
     pool.check()
 
 
+@pytest.mark.parametrize("units", [1, 4])
+def test_only_who_wants_its_indices_waits_for_a_page_on_its_way_out(
+    driver, pool, range_, monkeypatch, units
+):
+    """A large page lies at indices behind its place, too."""
+    page = pool.acquire(A, 1, units * PAGE)
+    range_.map(8, page)
+    _map(pool, range_, 20, 1)
+    pool.retired.retire(range_, [8])
+    driver.finish()
+    unmap = driver.unmap
+    started, may_end, asked = (threading.Event() for _ in range(3))
+
+    def late_unmap(*arguments: int) -> None:
+        started.set()
+        assert may_end.wait(300)
+        unmap(*arguments)
+
+    def look() -> None:
+        asked.set()
+        found.append(pool.retired.sizes_at(range_, range(8 + units - 1, 16)))
+
+    found: list[dict[int, int]] = []
+    monkeypatch.setattr(driver, "unmap", late_unmap)
+    threads = [threading.Thread(target=each) for each in (pool.retired.collect, look)]
+    threads[0].start()
+    assert started.wait(300)
+    for others in (range(8), range(8 + units, 32)):
+        assert 8 not in pool.retired.sizes_at(range_, others)
+    pool.retired.vacate(range_, [20])
+    threads[1].start()
+    assert asked.wait(300)
+    may_end.set()
+    for thread in threads:
+        thread.join()
+    assert found == [{}]
+    pool.check()
+
+
 def test_a_place_on_its_way_out_is_seen(driver, pool, range_, monkeypatch):
     """Another thread may run when a fence is destroyed, as torch gives up the interpreter then."""
     seen: list[tuple[int, int]] = []

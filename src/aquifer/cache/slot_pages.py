@@ -251,9 +251,14 @@ class SlotPages:
                 self._eager = stretch, pending
                 self.prepared = slot
 
-    def settle_prepared(self) -> None:
-        """Wait for what was prepared."""
-        if self._eager is not None:
+    @property
+    def is_preparing(self) -> bool:
+        """Whether the pages of the slot that is prepared are on their way still."""
+        return self._eager is not None and not self._eager[1].future.done()
+
+    def settle_prepared(self, slot: int | None = None) -> None:
+        """Wait for what was prepared; if a slot is given, only for what was in this one."""
+        if self._eager is not None and slot in (None, self.prepared):
             (stretch, pending), self._eager = self._eager, None
             if self._residency.settle(pending):
                 self._residency.give_up(stretch, is_untouched=True)
@@ -271,10 +276,8 @@ class SlotPages:
         short = slots[self._room_tokens[slots] < num_tokens].tolist() if pending else []
         for slot in chain(done, short):
             self.settle(slot)
-        if self._eager is not None:
-            stretch, on_its_way = self._eager
-            if on_its_way.future.done() or stretch.start // self.slot_pages in slots:
-                self.settle_prepared()
+        if not self.is_preparing or self.prepared in slots:
+            self.settle_prepared()
 
     def _end_ahead(self, slot: int, num_tokens: int) -> int:
         """Places up to which to map for so many tokens, and for some more."""

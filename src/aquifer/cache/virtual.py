@@ -213,8 +213,10 @@ class VirtualCache(KeepsAll):
         chosen = self._slot_with(blocks, free_slots) if occupied else None
         if chosen is None and (occupied or prepared is not None):
             clean = [slot for slot in free_slots if slot not in occupied]
-            if blocks and prepared in clean and len(clean) > 1:
-                clean.remove(prepared)  # other pages would have to go there first
+            # Pages are on their way there, or others would have to go there first.
+            is_bad = bool(blocks) or self._slots.is_preparing
+            if is_bad and prepared in clean and len(clean) > 1:
+                clean.remove(prepared)
             chosen = min(clean, default=None)
             if len(free_slots) - len(occupied) <= _CLEAN_SLOTS and occupied:
                 self._vacate_oldest()
@@ -281,7 +283,7 @@ class VirtualCache(KeepsAll):
             )
         if not self.tensors.open():
             return False
-        self._slots.settle_prepared()
+        self._slots.settle_prepared(slot)
         return self._copies.begin(slot, blocks, num_bytes, first, parent)
 
     def _launch_copies(self) -> None:

@@ -88,7 +88,8 @@ class RetireQueue:
         self._num_waiting = 0  # their places
         self._parked: Records[tuple[Batch, ...]] = Records()  # the other places, by their page
         self._unwanted: dict[_Place, None] = {}  # those of `vacate_soon`, oldest first
-        self._leaving: dict[_Place, None] = {}  # being unmapped by `collect` right now
+        # Those that `collect` is unmapping right now, and how many indices each takes.
+        self._leaving: dict[_Place, int] = {}
 
     def __len__(self) -> int:
         """Places that were given up and still have their page, which is not in use elsewhere."""
@@ -241,14 +242,14 @@ class RetireQueue:
     def vacate(self, range_: VirtualRange, indices: Sequence[int]) -> None:
         """Unmap and give back those of these places that are still retired, after their fences."""
         with self._changed:
-            self._await_all_leaving(range_)
+            self._await_leaving(range_, indices)
             self._vacate(range_, self._places(range_).present(indices))
 
     def sizes_at(self, range_: VirtualRange, indices: range) -> dict[int, int]:
         """The places of pages that were given up at some indices and are still there, and how many
         indices each takes. Pages in use at these indices are named too."""
         with self._changed:
-            self._await_all_leaving(range_)
+            self._await_leaving(range_, indices)
             if not self._places(range_):
                 return {}
             return range_.sizes_at(indices)
@@ -285,7 +286,8 @@ class RetireQueue:
                 leaving = self._passed(self._all_waiting(), _COLLECT_PAGES)
             for range_, indices in leaving.items():
                 self._forget(range_, indices)
-                self._leaving.update(((range_, index), None) for index in indices)
+                for index, page in zip(indices, range_.pages_at(indices), strict=True):
+                    self._leaving[range_, index] = range_.num_places(page)
         if not leaving:
             return False
         pages: list[Page] = []
@@ -339,17 +341,15 @@ class RetireQueue:
         return self._retired.get(range_) or Records()
 
     def _is_leaving(self, range_: VirtualRange, indices: Sequence[int]) -> bool:
-        """Whether `collect` is unmapping any of these places."""
-        return bool(self._leaving) and any((range_, index) in self._leaving for index in indices)
+        """Whether `collect` is unmapping a page that lies at any of these indices."""
+        return any(
+            each is range_ and any(i in indices for i in range(index, index + size))
+            for (each, index), size in self._leaving.items()
+        )
 
     def _await_leaving(self, range_: VirtualRange, indices: Sequence[int]) -> None:
-        """Wait until `collect` has finished with those of these places that it is unmapping."""
+        """Wait until `collect` has finished with the pages that lie at any of these indices."""
         while self._is_leaving(range_, indices):
-            self._changed.wait()
-
-    def _await_all_leaving(self, range_: VirtualRange) -> None:
-        """Wait until `collect` has finished with all places of a range that it is unmapping."""
-        while self._leaving and any(range_ is each for each, _ in self._leaving):
             self._changed.wait()
 
     def _all_waiting(self) -> Iterator[_Place]:
