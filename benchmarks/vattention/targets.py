@@ -121,13 +121,14 @@ def _found(llm: LLM, prompts: Prompts, settings: Settings) -> dict[str, Any]:
     warm_up(llm, count)
     computed_s = first_token_s(llm, workload.prompts)
     found = decode(llm, workload)
-    again = decode(llm, short)
+    again_s = [decode(llm, short).first_tokens_s[0] for _ in range(settings.repeats)]
     return {
         "prompts": count,
         "prompt_tokens": num_tokens,
         "computed_ms": 1e3 * computed_s,
         "first_tokens_ms": 1e3 * found.first_tokens_s[0],
-        "first_tokens_again_ms": 1e3 * again.first_tokens_s[0],
+        # The first of these has to unmap what the outputs before have left behind the prompts.
+        "first_tokens_again_ms": 1e3 * statistics.median(again_s),
         "step_ms": found.step_ms,
     }
 
