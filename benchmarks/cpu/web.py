@@ -103,6 +103,7 @@ class SteadyEngine:
         tokenizer = Tokenizer.load(spec.path)
         assert tokenizer is not None
         self.on_launch: Callable[[str, int], None] = lambda _, __: None
+        self.on_wait: Callable[[], None] = lambda: None
         self._name = spec.name
         self._vocab_size = tokenizer.backend.get_vocab_size()
         self._text = tokenizer.encode(_TEXT)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import atexit
 import gc
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 _NEW_OBJECTS = 4_000
-"""New objects until the next collection, for which all requests wait: 2 ms. Requests make many, and
-reference counts free nearly all of them."""
+"""New objects, less those that have ended, until the next collection, for which all requests wait.
+Requests make many, and reference counts free nearly all of them."""
 
 _YOUNG_COLLECTIONS = 2
 """Collections of new objects until one that looks at those too that were left by these: at what
@@ -23,6 +24,12 @@ retained prefixes and open connections are made of. 20 of them left 80 000, for 
 
 _OLD_COLLECTIONS = 20
 """Collections of these until one of all objects that were made since `collect_less`."""
+
+_EVERY_S = 0.25
+"""Time between two collections of `PacedCollections`: some hundred objects come to stay in it."""
+
+_PACED_COLLECTIONS = 4
+"""Every so many of these look at those too that the others have left."""
 
 _FEW_OBJECTS = 5_000
 """Python 3.12 itself leaves some 400 objects out from its start. A program that leaves out what it
@@ -47,6 +54,33 @@ def collect_less() -> None:
     gc.freeze()
     atexit.register(gc.unfreeze)  # Triton checks that all of its objects are freed at the end
     gc.set_threshold(_NEW_OBJECTS, _YOUNG_COLLECTIONS, _OLD_COLLECTIONS)
+
+
+class PacedCollections:
+    """Collects new objects now and then, when its owner has to wait anyway.
+
+    Python counts the objects that are made, less those that end, old ones among them. Where as many
+    requests end as begin, it counts next to none, and collects nothing until its new objects are
+    all that there are: 9000 after 1400 requests, in 8 to 15 ms. Collected so, they take less than
+    one.
+
+    Args:
+        clock_s: returns the time in seconds.
+    """
+
+    def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self._clock_s = clock_s
+        self._next_s = clock_s()
+        self._num_collections = 0
+
+    def collect_some(self) -> None:
+        """Collect, if it is time."""
+        now_s = self._clock_s()
+        if now_s < self._next_s:
+            return
+        self._next_s = now_s + _EVERY_S
+        self._num_collections += 1
+        gc.collect(0 if self._num_collections % _PACED_COLLECTIONS else 1)
 
 
 def collect_nothing_at_exit() -> None:

@@ -47,6 +47,19 @@ def test_a_device_that_works_is_given_a_full_step(
     assert (number - 1) * num_tokens < _STEP_TOKENS <= number * num_tokens
 
 
+@pytest.mark.parametrize("is_done", [False, True])
+def test_who_asks_is_told_that_a_device_that_works_is_waited_for(
+    open_world: Open, cases: dict[str, list[Case]], monkeypatch: pytest.MonkeyPatch, is_done: bool
+) -> None:
+    world = open_world(models={"m": "llama"}, num_ahead=1, is_behind=True)
+    waits: list[bool] = []
+    world.engine.on_wait = lambda: waits.append(True)
+    monkeypatch.setattr(Pipeline, "are_done", property(lambda _: is_done))
+    world.send("m", cases["llama"][0])
+    world.finish()
+    assert not waits if is_done else len(waits) > 1
+
+
 def test_where_steps_are_waited_for_none_is_due(
     open_world: Open, cases: dict[str, list[Case]]
 ) -> None:

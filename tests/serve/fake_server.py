@@ -70,6 +70,7 @@ class FakeEngine:
         tokenizer = Tokenizer.load(spec.path)
         assert tokenizer is not None
         self.on_launch: Callable[[str, int], None] = lambda _, __: None
+        self.on_wait: Callable[[], None] = lambda: None
         self._tokenizer = tokenizer
         self._name = spec.name
         self._running: dict[str, _Running] = {}
@@ -279,6 +280,7 @@ class EmptyEngine(FakeEngine):
 
     def __init__(self) -> None:
         self.on_launch = lambda _, __: None
+        self.on_wait = lambda: None
         self._running = {}
 
     @property

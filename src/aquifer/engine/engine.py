@@ -48,6 +48,10 @@ def _ignore_launch(_: str, __: int) -> None:
     """Ignore that a step is launched."""
 
 
+def _ignore_wait() -> None:
+    """Ignore that the device is waited for."""
+
+
 class Engine(ModelControl):
     """Serves models from one pool. Made by `Engine.open`.
 
@@ -60,6 +64,7 @@ class Engine(ModelControl):
         num_ahead: steps that may be in flight while the next one is planned.
         on_launch: called with the model of each step, and its number of tokens, before it is
             launched.
+        on_wait: called before a step waits for the device, which works.
         meter: keeps the figure of the process's memory outside of pages.
     """
 
@@ -71,6 +76,7 @@ class Engine(ModelControl):
         # On a synchronous device, running ahead would only compute sequences that have ended.
         self.num_ahead = 1 if assembly.pool.driver.runs_ahead else 0
         self.on_launch: Callable[[str, int], None] = _ignore_launch
+        self.on_wait: Callable[[], None] = _ignore_wait
         self.meter = parts.meter
         self._stocker = parts.stocker
         self._resources = parts.resources
@@ -317,6 +323,8 @@ class Engine(ModelControl):
             self._stocker.wake()
         # Without another step to launch, nothing is left in flight.
         if len(self._steps) > (0 if plan is None else self.num_ahead):
+            if not self._steps.are_done:
+                self.on_wait()
             self._commit_first()
         self._late.end(plan)
         self.meter.update(is_idle=not self._steps)

@@ -26,7 +26,7 @@ from aquifer.engine.params import Request
 from aquifer.engine.policies.placement import DeviceReport
 from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport, ModelInfo
 from aquifer.errors import AquiferError, ConfigError, DriverError, RequestError
-from aquifer.garbage import collect_less, collect_nothing
+from aquifer.garbage import PacedCollections, collect_less, collect_nothing
 from aquifer.hub import here
 from aquifer.predict.ended import EndedOutput
 from aquifer.process_name import name_process
@@ -70,9 +70,11 @@ class EngineLike(Protocol):
     Attributes:
         on_launch: called with the model of each step, and its number of tokens, before it is
             launched.
+        on_wait: called before a step waits for the device, which works.
     """
 
     on_launch: Callable[[str, int], None]
+    on_wait: Callable[[], None]
 
     @property
     def models(self) -> dict[str, ModelInfo]:
@@ -239,6 +241,7 @@ def run_engine_process(
         else:
             _send(connection, Ready(engine.models, engine.stats(), engine.device_report()))
             collect_less()  # a tenth of the start, for which the server need not wait
+            engine.on_wait = PacedCollections().collect_some
             _run(engine, connection, current, reports=reports)
             engine.close()
     _end()
