@@ -173,7 +173,7 @@ def test_a_slot_that_is_still_being_prepared_is_left_to_others():
     harness.begin(1, 9)
     retained = harness.end(1)
     assert harness.adopt(3, retained, 9)
-    assert not work.done()  # it was waited for by nobody
+    assert not work.done()  # nothing has waited for it
     assert harness.adopt(2, retained, 9)
     assert work.done()
     harness.check([retained])
