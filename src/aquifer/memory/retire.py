@@ -342,8 +342,9 @@ class RetireQueue:
 
     def _is_leaving(self, range_: VirtualRange, indices: Sequence[int]) -> bool:
         """Whether `collect` is unmapping a page that lies at any of these indices."""
+        wanted = indices if isinstance(indices, range) or not self._leaving else set(indices)
         return any(
-            each is range_ and any(i in indices for i in range(index, index + size))
+            each is range_ and any(i in wanted for i in range(index, index + size))
             for (each, index), size in self._leaving.items()
         )
 
