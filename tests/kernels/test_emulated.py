@@ -176,8 +176,13 @@ def multiply(
         (100, 200, 136, None),
         (129, 904, 72, None),  # in several rounds
         (70, 128, 256, Tiling(64, 128, 2)),
+        (200, 72, 64, Tiling(64, 224)),
         (33, 64, 512, Tiling(64, 64, 4)),
         (256, 128, 200, Tiling(128, 256, 2)),
+        # Shares of the tokens that are not equal, and fewer than there are blocks.
+        (150, 72, 256, Tiling(64, 160, 2)),
+        (200, 120, 256, Tiling(128, 208, 4)),
+        (70, 56, 256, Tiling(64, 96, 4)),
     ],
 )
 def test_products(
@@ -190,7 +195,12 @@ def test_products(
 
 @pytest.mark.parametrize(
     ("num_tokens", "num_out", "num_in", "dtype"),
-    [(50, 104, 72, torch.bfloat16), (250, 512, 64, torch.float16)],
+    [
+        (50, 104, 72, torch.bfloat16),
+        (140, 40, 136, torch.bfloat16),
+        (199, 200, 64, torch.bfloat16),
+        (250, 512, 64, torch.float16),
+    ],
 )
 def test_gated_products(
     emulate: Emulate, num_tokens: int, num_out: int, num_in: int, dtype: torch.dtype

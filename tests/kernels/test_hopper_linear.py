@@ -28,7 +28,7 @@ def device() -> torch.device:
 
 def tilings(num_tokens: int, num_rows: int, num_in: int, *, gated: bool) -> set[Tiling]:
     """The tiling of a product, and others with blocks that run at once."""
-    tokens = -(-num_tokens // 64) * 64
+    tokens = -(-num_tokens // 32) * 32 if num_tokens > 32 else 64
     found = {tiling(num_tokens, num_rows, num_in, MULTIPROCESSORS, gated=gated)}
     if not gated:
         for rows, splits in itertools.product((64, 128), (1, 2, 4, 8)):
@@ -81,7 +81,7 @@ def test_tilings(num_rows: int, multiprocessors: int, gated: bool) -> None:
         num_items = -(-num_rows // how.rows) * how.num_splits
         assert how.num_splits == 1 or num_items <= multiprocessors
         assert how.num_splits <= -(-num_in // 64)
-        assert how.num_splits == 1 or how.tokens % 64 == 0
+        assert how.tokens % (32 if how.rows == 64 else 16) == 0
         assert how.num_stages >= 4
 
 
@@ -96,8 +96,9 @@ def test_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         return fits(x, weight, None, gated=gated)
 
-    assert [is_used(n, 4096, 14336) for n in (32, 33, 192, 193)] == [False, True, True, False]
-    assert [is_used(n, 14336, 4096, gated=True) for n in (32, 192, 208, 256)] == [0, 1, 0, 1]
+    assert [is_used(n, 4096, 4096) for n in (32, 33, 224, 225)] == [False, True, True, False]
+    assert [is_used(n, 4096, 14336) for n in (192, 256, 257)] == [True, True, False]
+    assert [is_used(n, 14336, 4096, gated=True) for n in (32, 33, 256, 257)] == [0, 1, 1, 0]
     assert [is_used(n, 128256, 4096) for n in (40, 64, 65)] == [True, True, False]
     assert not is_used(128, 1024, 3072)  # a small weight
     assert not is_used(128, 9728, 2560, gated=True)  # most blocks would idle in a second round

@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
-_HEADERS = ("common.cuh", "hopper.cuh", "products.cuh")
+_HEADERS = ("common.cuh", "hopper.cuh", "products.cuh", "token_product.cuh")
 """What sources may include."""
 
 MOST_SHARED_BYTES = 227 << 10

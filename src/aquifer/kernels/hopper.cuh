@@ -74,7 +74,8 @@ __device__ __forceinline__ uint4 load16(u32 from) {
 #define NUMBERS32 NUMBERS24 ",%24,%25,%26,%27,%28,%29,%30,%31"
 #define NUMBERS40 NUMBERS32 ",%32,%33,%34,%35,%36,%37,%38,%39"
 #define NUMBERS48 NUMBERS40 ",%40,%41,%42,%43,%44,%45,%46,%47"
-#define NUMBERS64 NUMBERS48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define NUMBERS56 NUMBERS48 ",%48,%49,%50,%51,%52,%53,%54,%55"
+#define NUMBERS64 NUMBERS56 ",%56,%57,%58,%59,%60,%61,%62,%63"
 // The low word of the descriptor of a matrix in shared memory, in units of 16 bytes: rows of 128
 // bytes, swizzled, in groups of 8. `lead` is the distance of 64 columns from the next ones, in
 // bytes, where rows are of the product's inner dimension.

@@ -2,7 +2,7 @@
 //
 // Compiled with these macros:
 //   ROWS      rows of the weight that a block multiplies by at once, 64 or 128
-//   TOKENS    tokens that there is room for, a multiple of 32
+//   TOKENS    tokens that there is room for, a multiple of 16 if there are 128 rows, and of 32 if 64
 //   IS_GATED  whether the first half of a block's 128 rows are the gate's, the others those that they multiply
 //   SPLITS    blocks that have a share of the columns each; a power of two
 //   STAGES    tiles in shared memory
@@ -14,18 +14,21 @@
 #define CONSUMER_WARPS 8
 #define WEIGHT_THREAD (2 * GROUP_THREADS)                // loads the weight
 #define TOKEN_THREAD (WEIGHT_THREAD + 32)                // loads the tokens
-#define GROUP_TOKENS (TOKENS / 2)                        // of a warpgroup
-#define BLOCKS (ROWS / 64)                               // of 64 rows, as a product has
-#define SUMS (GROUP_TOKENS / 2)                          // of a block of rows, of a thread
+// A warpgroup has 64 rows, and all tokens or, where a block has no more rows, a half of them.
+#define HAS_ALL_TOKENS (ROWS == 128)
+#define GROUP_TOKENS (HAS_ALL_TOKENS ? TOKENS : TOKENS / 2)
+#define SUMS (GROUP_TOKENS / 2)                          // of a thread
 #define WEIGHT_BYTES (ROWS * ROW_BYTES)
 #define TILE_BYTES (WEIGHT_BYTES + TOKENS * ROW_BYTES)   // with room for all tokens
 #define OUT_ROWS (IS_GATED ? ROWS / 2 : ROWS)            // of the result, of a block
-// Parts of a warpgroup's tokens. Each of the blocks that share rows adds up the sums of one part, or
-// the first block does of all.
-#define SHARES (GROUP_TOKENS % (16 * SPLITS) ? 1 : SPLITS)
-#define SHARE_TOKENS (GROUP_TOKENS / SHARES)
-#define STORE_TOKENS (SHARE_TOKENS % 64 == 0 ? 64 : SHARE_TOKENS % 32 == 0 ? 32 : 16)  // written at once
+// Each of the blocks that share rows adds up the sums of some of a warpgroup's tokens: of so many, and the
+// last of what is left.
+#define SHARE_TOKENS ((GROUP_TOKENS + 16 * SPLITS - 1) / (16 * SPLITS) * 16)
+#define SHARES ((GROUP_TOKENS + SHARE_TOKENS - 1) / SHARE_TOKENS)
+#define SHARE_SUMS (SHARE_TOKENS / 2)
+#define STORE_TOKENS (SHARE_TOKENS < 64 ? SHARE_TOKENS : 64)  // written at once
 #define CHUNKS 8                                         // of 16 bytes, of 64 rows of the result
+#define ALL_CONSUMERS 3                                  // a named barrier; those before it are of a warpgroup each
 
 __device__ __forceinline__ void copy_weight(u32 to, const TensorMap* map, u32 barrier, int column, int row, u64 policy) {
   asm volatile(
@@ -40,52 +43,15 @@ __device__ __forceinline__ void copy_tokens(u32 to, const TensorMap* map, u32 ba
       ::"r"(to), "l"(map), "r"(barrier), "r"(column), "r"(0) : "memory");
 }
 
-#if TOKENS == 64
-#define PRODUCT "m64n32k16"
-#define RESULTS NUMBERS16
-#define REGISTERS(r) F16(r, 0)
-#define OPERANDS(macro) macro("%16", "%17", "%18", "%19")
-#elif TOKENS == 96
-#define PRODUCT "m64n48k16"
-#define RESULTS NUMBERS24
-#define REGISTERS(r) F16(r, 0), F8(r, 16)
-#define OPERANDS(macro) macro("%24", "%25", "%26", "%27")
-#elif TOKENS == 128
-#define PRODUCT "m64n64k16"
-#define RESULTS NUMBERS32
-#define REGISTERS(r) F32(r, 0)
-#define OPERANDS(macro) macro("%32", "%33", "%34", "%35")
-#elif TOKENS == 160
-#define PRODUCT "m64n80k16"
-#define RESULTS NUMBERS40
-#define REGISTERS(r) F32(r, 0), F8(r, 32)
-#define OPERANDS(macro) macro("%40", "%41", "%42", "%43")
-#elif TOKENS == 192
-#define PRODUCT "m64n96k16"
-#define RESULTS NUMBERS48
-#define REGISTERS(r) F32(r, 0), F16(r, 32)
-#define OPERANDS(macro) macro("%48", "%49", "%50", "%51")
-#elif TOKENS == 256
-#define PRODUCT "m64n128k16"
-#define RESULTS NUMBERS64
-#define REGISTERS(r) F64(r, 0)
-#define OPERANDS(macro) macro("%64", "%65", "%66", "%67")
-#endif
+#include "token_product.cuh"
 
-#define PRODUCT_OF(rows, tokens, adds, high)                                  \
-  "{\n"                                                                       \
-  ".reg .pred adds;\n"                                                        \
-  ".reg .b64 rows, tokens;\n"                                                 \
-  "setp.ne.b32 adds, " adds ", 0;\n"                                          \
-  "mov.b64 rows, {" rows ", " high "};\n"                                     \
-  "mov.b64 tokens, {" tokens ", " high "};\n"                                 \
-  "wgmma.mma_async.sync.aligned." PRODUCT ".f32." TYPE "." TYPE " {" RESULTS  \
-  "}, rows, tokens, adds, 1, 1, 0, 0;\n"                                      \
-  "}"
+// `silu_mul` of two results each, and of eight.
+__device__ __forceinline__ u32 activated(u32 gate, u32 up) {
+  return pack(silu_mul(widened(gate & 0xffff), widened(up & 0xffff)), silu_mul(widened(gate >> 16), widened(up >> 16)));
+}
 
-// sums[64, GROUP_TOKENS] (+)= rows[64, 16] tokens[GROUP_TOKENS, 16]^T
-__device__ __forceinline__ void multiply(float* s, u32 rows, u32 tokens, int adds) {
-  asm volatile(OPERANDS(PRODUCT_OF) : REGISTERS(s) : "r"(rows), "r"(tokens), "r"(adds), "n"(HIGH_WORD));
+__device__ __forceinline__ uint4 activated(uint4 gate, uint4 up) {
+  return {activated(gate.x, up.x), activated(gate.y, up.y), activated(gate.z, up.z), activated(gate.w, up.w)};
 }
 
 // Writes four matrices of 8 x 8, transposed: each lane has the address of a row of one.
@@ -171,7 +137,7 @@ struct Consumer {
   const Shared& at;
   const u32 group, warp, lane, thread;  // of two; of the group; of the warp; of the group
   Turn turn;
-  float sums[BLOCKS][SUMS];
+  float sums[SUMS];
 
   __device__ __forceinline__ Consumer(const Arguments& of, const Shared& at, u32 group, u32 warp)
       : of(of), at(at), group(group), warp(warp), lane(threadIdx.x % 32), thread(threadIdx.x % GROUP_THREADS) {}
@@ -186,28 +152,25 @@ struct Consumer {
         exchange(item);
         if (item.split >= SHARES) continue;
       }
-      store(item.tile, group * GROUP_TOKENS + (SPLITS > 1 ? item.split * SHARE_TOKENS : 0));
+      const u32 first_token = HAS_ALL_TOKENS ? 0 : group * GROUP_TOKENS;
+      const u32 begin = item.split * SHARE_TOKENS, end = min(begin + SHARE_TOKENS, GROUP_TOKENS);
+      store(item.tile, first_token + begin, min(first_token + end, of.num_tokens));
     }
   }
 
   __device__ __forceinline__ void add_products(u32 num_steps) {
-    const u32 weight_matrix = matrix(at.weight_tile(0), 16);
-    const u32 token_matrix = matrix(at.token_tile(0) + group * GROUP_TOKENS * ROW_BYTES, 16);
+    const u32 weight_matrix = matrix(at.weight_tile(0) + (HAS_ALL_TOKENS ? group * 64 * ROW_BYTES : 0), 16);
+    const u32 token_matrix = matrix(at.token_tile(0) + (HAS_ALL_TOKENS ? 0 : group * GROUP_TOKENS * ROW_BYTES), 16);
     u32 read = 0;  // the barrier of the last tile
 #pragma unroll 1
     for (u32 i = 0; i < num_steps; i++, turn.advance()) {
       const u32 tile = turn.stage * (TILE_BYTES >> 4);
       await_phase(at.there + turn.stage * 8, turn.parity);
-#pragma unroll
-      for (int b = 0; b < BLOCKS; b++) hold(sums[b]);
+      hold(sums);
       begin_products();
 #pragma unroll
-      for (int k = 0; k < DEPTH / 16; k++) {
-#pragma unroll
-        for (int b = 0; b < BLOCKS; b++)
-          multiply(sums[b], weight_matrix + tile + (b * 64 * ROW_BYTES + k * 32 >> 4),
-                   token_matrix + tile + (k * 32 >> 4), i | k);
-      }
+      for (int k = 0; k < DEPTH / 16; k++)
+        multiply(sums, weight_matrix + tile + (k * 32 >> 4), token_matrix + tile + (k * 32 >> 4), i | k);
       commit_products();
       if (i) {
         await_products<1>();
@@ -216,14 +179,13 @@ struct Consumer {
       read = at.read + turn.stage * 8;
     }
     await_products<0>();
-#pragma unroll
-    for (int b = 0; b < BLOCKS; b++) hold(sums[b]);
+    hold(sums);
     if (lane == 0) arrive(read);
   }
 
   // Where a thread's sums of an item are: [warpgroups, sums / 4, threads, 4].
   __device__ __forceinline__ float4* partials_of(u32 index) const {
-    return (float4*)of.partials + ((u64)index * 2 + group) * (BLOCKS * SUMS / 4 * GROUP_THREADS) + thread;
+    return (float4*)of.partials + ((u64)index * 2 + group) * (SUMS / 4 * GROUP_THREADS) + thread;
   }
 
   // Blocks that share rows wait for each other. They are neighbours, so all but the last few run at
@@ -231,11 +193,8 @@ struct Consumer {
   __device__ __forceinline__ void exchange(const Item& item) {
     float4* own = partials_of(item.index);
 #pragma unroll
-    for (int b = 0; b < BLOCKS; b++)
-#pragma unroll
-      for (int j = 0; j < SUMS; j += 4)
-        __stcg(own + (b * SUMS + j) / 4 * GROUP_THREADS,
-               make_float4(sums[b][j], sums[b][j + 1], sums[b][j + 2], sums[b][j + 3]));
+    for (int j = 0; j < SUMS; j += 4)
+      __stcg(own + j / 4 * GROUP_THREADS, make_float4(sums[j], sums[j + 1], sums[j + 2], sums[j + 3]));
     sync();
     if (thread == 0) {
       // The counter is a multiple of SPLITS before and after a kernel.
@@ -250,72 +209,79 @@ struct Consumer {
     }
     if (item.split >= SHARES) return;
     sync();
-    const float4* first = partials_of(item.index - item.split) + item.split * (SUMS / SHARES / 4) * GROUP_THREADS;
+    const u32 begin = item.split * SHARE_SUMS;
+    auto is_there = [&](int j) { return SUMS % SHARE_SUMS == 0 || begin + j < SUMS; };
+    const float4* first = partials_of(item.index - item.split) + begin / 4 * GROUP_THREADS;
 #pragma unroll
-    for (int b = 0; b < BLOCKS; b++)
-#pragma unroll
-      for (int j = 0; j < SUMS / SHARES; j++) sums[b][j] = 0.f;
+    for (int j = 0; j < SHARE_SUMS; j++) sums[j] = 0.f;
 #pragma unroll
     for (int split = 0; split < SPLITS; split++) {
-      const float4* other = first + split * (2 * BLOCKS * SUMS / 4 * GROUP_THREADS);
+      const float4* other = first + split * (2 * SUMS / 4 * GROUP_THREADS);
 #pragma unroll
-      for (int b = 0; b < BLOCKS; b++)
-#pragma unroll
-        for (int j = 0; j < SUMS / SHARES; j += 4) {
-          const float4 v = __ldcg(other + (b * SUMS + j) / 4 * GROUP_THREADS);
-          sums[b][j] += v.x;
-          sums[b][j + 1] += v.y;
-          sums[b][j + 2] += v.z;
-          sums[b][j + 3] += v.w;
-        }
+      for (int j = 0; j < SHARE_SUMS; j += 4) {
+        if (!is_there(j)) continue;
+        const float4 v = __ldcg(other + j / 4 * GROUP_THREADS);
+        sums[j] += v.x;
+        sums[j + 1] += v.y;
+        sums[j + 2] += v.z;
+        sums[j + 3] += v.w;
+      }
     }
   }
 
   // Sum j of a thread is of token j / 4 * 8 + lane % 4 * 2 + j % 2, and of row j / 2 % 2 * 8 + lane / 4 of
-  // the warp's 16. Rows of a token are written together, so they go through shared memory.
-  __device__ __forceinline__ void store(u32 tile, u32 first_token) {
-    const u32 results = at.results + group * STORE_TOKENS * ROW_BYTES;
+  // the warp's 16. Rows of a token are written together, so they go through shared memory; with a gate
+  // both warpgroups write what the first has of the gate and the second of the rows that it multiplies.
+  __device__ __forceinline__ void store(u32 tile, u32 first_token, u32 end_token) {
+    const u32 own_results = at.results + group * STORE_TOKENS * ROW_BYTES;
     // The token and the rows of a matrix's row that this lane has the address of.
     const u32 own_token = lane / 16 * 8 + lane % 8, own_chunk = warp * 2 + lane / 8 % 2;
-    const u32 own_place = results + own_token * ROW_BYTES + (own_chunk ^ own_token % 8) * 16;
+    const u32 own_place = own_results + own_token * ROW_BYTES + (own_chunk ^ own_token % 8) * 16;
+    const u32 row = tile * OUT_ROWS + (HAS_ALL_TOKENS && !IS_GATED ? group * 64 : 0);  // the first, of the result
+    float bias[2] = {0.f, 0.f};
+    if (of.bias) {
 #pragma unroll
-    for (int b = 0; b < (IS_GATED ? 1 : BLOCKS); b++) {
-      const u32 row = tile * OUT_ROWS + b * 64;
-      float bias[2] = {0.f, 0.f}, up_bias[2] = {0.f, 0.f};
-      if (of.bias) {
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-          const u32 own_row = row + warp * 16 + lane / 4 + 8 * r;
-          if (own_row >= of.num_out) continue;
-          bias[r] = widened(of.bias[own_row]);
-          if (IS_GATED) up_bias[r] = widened(of.bias[of.num_out + own_row]);
-        }
-      }
-      auto result = [&](int j) {
-        const float own = sums[b][j] + bias[j / 2 % 2];
-        return IS_GATED ? activated(own, sums[BLOCKS - 1][j] + up_bias[j / 2 % 2]) : own;
-      };
-#pragma unroll
-      for (int first = 0; first < SHARE_TOKENS; first += STORE_TOKENS) {
-        if (first_token + first >= of.num_tokens) break;
-        sync();  // what was there has been read
-#pragma unroll
-        for (int j = first / 2; j < (first + STORE_TOKENS) / 2; j += 8) {
-          const u32 matrices[4] = {pack(result(j), result(j + 1)), pack(result(j + 2), result(j + 3)),
-                                   pack(result(j + 4), result(j + 5)), pack(result(j + 6), result(j + 7))};
-          store_transposed(own_place + (j * 2 - first) * ROW_BYTES, matrices);
-        }
-        sync();
-#pragma unroll
-        for (int i = 0; i < STORE_TOKENS * CHUNKS / GROUP_THREADS; i++) {
-          const u32 place = i * GROUP_THREADS + thread, token = place / CHUNKS, chunk = place % CHUNKS;
-          const u32 out_token = first_token + first + token, out_row = row + chunk * 8;
-          const uint4 v = load16(results + token * ROW_BYTES + (chunk ^ token % 8) * 16);
-          if (out_token < of.num_tokens && out_row < of.num_out)
-            *(uint4*)(of.out + (u64)out_token * of.num_out + out_row) = v;
-        }
+      for (int r = 0; r < 2; r++) {
+        const u32 own_row = row + warp * 16 + lane / 4 + 8 * r;
+        if (own_row < of.num_out) bias[r] = widened(of.bias[own_row + (IS_GATED ? group * of.num_out : 0)]);
       }
     }
+    auto result = [&](int j) { return sums[j] + bias[j / 2 % 2]; };
+#pragma unroll
+    for (int first = 0; first < SHARE_TOKENS; first += STORE_TOKENS) {
+      if (first_token + first >= end_token) break;
+      constexpr int WRITERS = (IS_GATED ? 2 : 1) * GROUP_THREADS;
+      const int count = min(STORE_TOKENS, SHARE_TOKENS - first);
+      sync_writers();  // what was there has been read
+#pragma unroll
+      for (int j = first / 2; j < (first + count) / 2; j += 8) {
+        const u32 matrices[4] = {pack(result(j), result(j + 1)), pack(result(j + 2), result(j + 3)),
+                                 pack(result(j + 4), result(j + 5)), pack(result(j + 6), result(j + 7))};
+        store_transposed(own_place + (j * 2 - first) * ROW_BYTES, matrices);
+      }
+      sync_writers();
+      const u32 results = IS_GATED ? at.results : own_results;
+#pragma unroll
+      for (int i = 0; i * WRITERS < count * CHUNKS; i++) {
+        const u32 place = i * WRITERS + (IS_GATED ? group * GROUP_THREADS : 0) + thread;
+        const u32 token = place / CHUNKS, chunk = place % CHUNKS;
+        if (token >= count) break;
+        const u32 out_token = first_token + first + token, out_row = row + chunk * 8;
+        const u32 from = results + token * ROW_BYTES + (chunk ^ token % 8) * 16;
+        uint4 v = load16(from);
+        if (IS_GATED) v = activated(v, load16(from + STORE_TOKENS * ROW_BYTES));
+        if (out_token < end_token && out_row < of.num_out)
+          *(uint4*)(of.out + (u64)out_token * of.num_out + out_row) = v;
+      }
+    }
+  }
+
+  // Waits for those that write the same results.
+  __device__ __forceinline__ void sync_writers() const {
+    if (IS_GATED)
+      sync_threads<2 * GROUP_THREADS>(ALL_CONSUMERS);
+    else
+      sync();
   }
 };
 

@@ -6,8 +6,9 @@ time, side by side. `hopper_linear.cu` has what Triton has no means for, on thes
 - **Two threads** have the hardware copy tiles (TMA), one those of the weight and one those of the
   tokens, as far ahead as shared memory has room. Those of the weight are copied before the kernel
   waits for the one that computes the tokens (rules 4 and 5 of `_triton.py`).
-- **Two warpgroups** compute (WGMMA), a half of the tokens each. The weight is the left factor, so
-  that its rows fill the tensor cores and tokens are the short side.
+- **Two warpgroups** compute (WGMMA). The weight is the left factor, so that its rows fill the tensor
+  cores and tokens are the short side. Each has half of a block's 128 rows and all tokens, so that it
+  reads little from shared memory; where a block has 64 rows, each has half of the tokens.
 
 A block has all columns of some rows of the weight, or, where rows are few, a share of the columns
 (split-K). Blocks that share rows then wait for each other, and each adds up the sums of some of the
@@ -15,8 +16,7 @@ tokens, always in the same order. All blocks read the same columns at about the 
 the tokens' tiles are in the L2 cache. With shares of rows and columns that are as equal as possible
 (stream-K, Osama et al. 2023) they would not, and take longer.
 
-A gated activation is computed in registers: a warpgroup has the rows of the gate and those that
-they multiply.
+With a gated activation, one warpgroup has rows of the gate and the other those that they multiply.
 """
 
 from __future__ import annotations
@@ -31,13 +31,11 @@ from aquifer.kernels._tensor_map import ALIGNMENT_BYTES, can_multiply, tensor_ma
 from aquifer.kernels._triton import count_multiprocessors, launch
 from aquifer.kernels.beside import lane
 
-_TOKENS = range(33, 193)
-"""Numbers of tokens with which this kernel is faster; measured."""
+_LEAST_TOKENS = 33
+_MOST_TOKENS, _MOST_TOKENS_OF_FEW_ROWS = 256, 224
+"""Numbers of tokens with which this kernel is faster, and if blocks have few rows; measured."""
 
-_GATED_TOKENS = range(225, 257)
-"""Further ones, with a gate."""
-
-_MOST_TOKENS_OF_MANY_ROWS = 64
+_MOST_TOKENS_OF_MANY_TILES = 64
 """Up to here it is faster for weights of more rows than all blocks have at once, without a gate."""
 
 _LEAST_LOAD = 0.75
@@ -49,6 +47,14 @@ _LEAST_WEIGHT_BYTES = 24 << 20
 _MOST_SPLITS = 8
 _LEAST_STEPS = 8
 """Tiles of the columns of a share, at least."""
+
+_LEAST_SHARE = 4608
+"""Tiles of the columns times tokens that a block has at least, where columns are divided once more
+although nearly all blocks have rows already: to add up the sums costs as much as so many."""
+
+_LEAST_WIDE_TOKENS, _LEAST_WIDE_SHARE = 193, 10240
+"""With so many tokens, and if so much of that is left for each, blocks have twice as many rows and
+half of the columns: a block then reads the tokens less often."""
 
 _FEW_ROWS, _MANY_ROWS = 64, 128
 """Rows of a block: where all blocks have some at once, and otherwise."""
@@ -100,7 +106,7 @@ def fits(
     """
     num_out = len(weight) // (2 if gated else 1)
     return (
-        _is_faster(len(x), len(weight), gated=gated, device=x.device)
+        _is_faster(len(x), *weight.shape, gated=gated, device=x.device)
         and weight.nbytes >= _LEAST_WEIGHT_BYTES
         and can_multiply(x, weight, bias)
         and num_out * x.itemsize % ALIGNMENT_BYTES == 0
@@ -108,19 +114,20 @@ def fits(
     )
 
 
-def _is_faster(num_tokens: int, num_rows: int, *, gated: bool, device: torch.device) -> bool:
-    """Whether products with a large weight of so many rows are, by measurement on an H200."""
-    if num_tokens not in _TOKENS and not (gated and num_tokens in _GATED_TOKENS):
-        return False
-    if not has_warpgroup_products(device):
+def _is_faster(
+    num_tokens: int, num_rows: int, num_in: int, *, gated: bool, device: torch.device
+) -> bool:
+    """Whether products with a large weight of such a shape are, by measurement on an H200."""
+    if not _LEAST_TOKENS <= num_tokens <= _MOST_TOKENS or not has_warpgroup_products(device):
         return False
     multiprocessors = count_multiprocessors(device)
-    if not gated and -(-num_rows // _FEW_ROWS) <= multiprocessors:
-        return True
     num_tiles = -(-num_rows // _MANY_ROWS)
+    if not gated and -(-num_rows // _FEW_ROWS) <= multiprocessors:
+        how = tiling(num_tokens, num_rows, num_in, multiprocessors, gated=False)
+        return num_tokens <= _MOST_TOKENS_OF_FEW_ROWS or how.rows == _MANY_ROWS
     num_rounds = -(-num_tiles // multiprocessors)
     has_load = num_tiles >= _LEAST_LOAD * num_rounds * multiprocessors
-    return has_load and (gated or num_tokens <= _MOST_TOKENS_OF_MANY_ROWS)
+    return has_load and (gated or num_tokens <= _MOST_TOKENS_OF_MANY_TILES)
 
 
 def tiling(
@@ -135,17 +142,26 @@ def tiling(
         multiprocessors: of the device.
         gated: whether the gated activation of the product is wanted.
     """
-    unit = 32 if num_tokens in _TOKENS else 64
-    tokens = max(-(-num_tokens // unit) * unit, 64)
     num_tiles = -(-num_rows // _FEW_ROWS)
     if gated or num_tiles > multiprocessors:
-        return Tiling(_MANY_ROWS, tokens)
+        # With few tokens the bytes of the weight count, and not the operations.
+        return Tiling(_MANY_ROWS, _room(num_tokens, 32 if num_tokens <= 128 else 16))
     num_steps = -(-num_in // _TILE_COLUMNS)
-    num_splits = min(multiprocessors // num_tiles, num_steps // _LEAST_STEPS, _MOST_SPLITS)
-    num_splits = 1 << (max(num_splits, 1).bit_length() - 1)
-    if num_splits > 1:  # so that blocks divide the tokens among them
-        tokens = -(-num_tokens // 64) * 64
-    return Tiling(_FEW_ROWS, tokens, num_splits=num_splits)
+    most_splits = min(multiprocessors // num_tiles, num_steps // _LEAST_STEPS, _MOST_SPLITS)
+    num_splits = 1 << (max(most_splits, 1).bit_length() - 1)
+    work = num_steps * num_tokens
+    is_wide = num_tokens >= _LEAST_WIDE_TOKENS and work >= 2 * num_splits * _LEAST_WIDE_SHARE
+    if is_wide and 2 * num_splits <= _MOST_SPLITS:
+        return Tiling(_MANY_ROWS, _room(num_tokens, 16), 2 * num_splits)
+    has_load = num_tiles * num_splits >= _LEAST_LOAD * multiprocessors
+    if num_splits > 1 and has_load and work < num_splits * _LEAST_SHARE:
+        num_splits //= 2
+    return Tiling(_FEW_ROWS, _room(num_tokens, 32), num_splits)
+
+
+def _room(num_tokens: int, unit: int) -> int:
+    """The number of tokens that there is room for, a multiple of a unit."""
+    return max(-(-num_tokens // unit) * unit, 64)
 
 
 def hopper_linear(

@@ -180,7 +180,7 @@ struct Consumer {
       }
       auto result = [&](int i) {
         const float own = sums[u][i] + bias[i % 2];
-        return IS_GATED ? activated(own, sums[WARP_UNITS - 1][i] + up_bias[i % 2]) : own;
+        return IS_GATED ? silu_mul(rounded(own), rounded(sums[WARP_UNITS - 1][i] + up_bias[i % 2])) : own;
       };
 #pragma unroll
       for (int i = 0; i < 4; i += 2) {
