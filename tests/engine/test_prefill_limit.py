@@ -132,6 +132,29 @@ def test_without_a_limit_prompts_fill_the_step(resources: ExitStack) -> None:
     assert world.step() == [1, 999]
 
 
+def test_beside_a_decode_that_outlasts_them_prompts_are_read_in_small_steps(
+    resources: ExitStack,
+) -> None:
+    world = World(resources, max_prefill_s=None)
+    world.scheduler.budget = replace(world.scheduler.budget, beside_s=0.02)
+    world.send(900, max_tokens=50)
+    assert world.step() == [900]  # nothing decodes
+    world.send(300, max_tokens=40)
+    world.send(200, max_tokens=30)
+    assert [world.step() for _ in range(3)] == [[1, 200], [1, 100, 66], [1, 1, 134]]
+    world.send(700, max_tokens=44)
+    assert [world.step() for _ in range(2)] == [[1, 1, 1, 200], [1, 1, 1, 166]]
+    assert world.step() == [1, 1, 1, 334]  # the first one has no more than 44 left
+
+
+def test_sequences_of_one_length_are_read_in_full_steps(resources: ExitStack) -> None:
+    world = World(resources, max_prefill_s=None)
+    world.scheduler.budget = replace(world.scheduler.budget, beside_s=0.02)
+    for _ in range(3):
+        world.send(600, max_tokens=50)
+    assert [world.step() for _ in range(2)] == [[600, 400], [1, 200, 600]]
+
+
 @pytest.mark.parametrize(
     ("captured_sizes", "num_tokens"),
     [

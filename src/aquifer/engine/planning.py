@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from aquifer.cache.journal import KVOp
 from aquifer.cache.spans import IntArray, Spans
+from aquifer.engine.queue import Queue
 from aquifer.engine.slots import SlotTable
 from aquifer.engine.step_input import SlotAssignment, StepInput
 
@@ -39,6 +40,9 @@ class StepBudget:
         max_batched_tokens: most tokens of any step.
         max_prefill_s: time limit of the prompts in a step in which sequences decode, in seconds;
             None for none.
+        beside_s: seconds of prompts in such a step where there is no limit, if some sequences will
+            decode longer than those that are read: more steps then read the weights for both, and
+            fewer for decoding alone. None to fill each step.
         least_enough_s: the least that `enough_s` is; None where the device does not run ahead of
             the host.
         launch_s: seconds that the host takes to launch a step that reads prompts.
@@ -46,6 +50,7 @@ class StepBudget:
 
     max_batched_tokens: int
     max_prefill_s: float | None = None
+    beside_s: float | None = None
     least_enough_s: float | None = None
     launch_s: float | None = None
 
@@ -79,6 +84,7 @@ class StepBudget:
         table: SlotTable,
         prefill_s: Callable[[float, float], float],
         captured_sizes: Sequence[int] = (),
+        waiting: Queue | None = None,
     ) -> int:
         """Token budget of a model's next step.
 
@@ -89,8 +95,9 @@ class StepBudget:
             captured_sizes: numbers of tokens for which its steps are captured, ascending. A step
                 of another number takes as long as one of the next larger, so a budget is cut to the
                 next smaller, if that is near.
+            waiting: its requests that wait.
         """
-        if self.max_prefill_s is None:
+        if self.max_prefill_s is None and self.beside_s is None:
             return self.max_batched_tokens
         slots = table.in_order
         is_reading = _is_reading(table, slots)
@@ -98,10 +105,17 @@ class StepBudget:
         num_decodes = int(np.count_nonzero(_missing(table, slots)[~is_reading]))
         if not num_decodes:
             return self.max_batched_tokens
+        limit_s = self.max_prefill_s
+        if limit_s is None:
+            most_new = 0 if waiting is None else waiting.most_new
+            if _outlast(table, slots[~is_reading], slots[is_reading], most_new):
+                limit_s = self.beside_s
+        if limit_s is None:
+            return self.max_batched_tokens
         first = 0 if is_reading.sum() == 0 else int(table.num_computed[slots[is_reading.argmax()]])
         num_prompt = bisect_right(
             range(1, self.max_batched_tokens + 1),
-            self.max_prefill_s,
+            limit_s,
             key=lambda count: prefill_s(first, count),
         )
         least = num_decodes + _LEAST_PROMPT_TOKENS
@@ -134,6 +148,14 @@ def next_tokens(
     before = np.cumsum(missing) - missing
     counts = np.clip(max_batched_tokens - before, 0, missing)
     return slots[counts > 0], counts[counts > 0]
+
+
+def _outlast(table: SlotTable, decoding: IntArray, reading: IntArray, most_new: int) -> bool:
+    """Whether one of the sequences that decode may bring more tokens than any that is read, or than
+    `most_new`."""
+    left = (table.max_total - table.num_tokens)[decoding].max(initial=0)
+    of_read = (table.max_total - table.num_prompt)[reading].max(initial=most_new)
+    return bool(left > of_read)
 
 
 def _missing(table: SlotTable, slots: IntArray) -> IntArray:

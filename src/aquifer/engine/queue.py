@@ -34,6 +34,12 @@ class Queue:
         """The clients that have requests here."""
         return list(self._by_client)
 
+    @property
+    def most_new(self) -> int:
+        """The most tokens that the first request of a client may bring; 0 if there is none."""
+        firsts = (groups[0] for groups in self._by_client.values())
+        return max((group.max_total - group.num_prompt_tokens for group in firsts), default=0)
+
     def of(self, client: int) -> Sequence[SequenceGroup]:
         """The requests of a client."""
         return self._by_client.get(client, ())

@@ -227,8 +227,8 @@ class Scheduler:
     def _plan_for(self, lane: Lane, clients: frozenset[int] | None) -> StepInput | None:
         """Plan a step of the sequences of some clients, or of all."""
         num_preemptions = self.num_preemptions
-        most_tokens = self.budget.tokens(lane.slots, lane.recompute_s, lane.captured_sizes)
-        grown = self._grow(lane, clients, most_tokens)
+        most = self.budget.tokens(lane.slots, lane.recompute_s, lane.captured_sizes, lane.waiting)
+        grown = self._grow(lane, clients, most)
         if grown is None:
             return None
         slots, counts = grown
@@ -240,7 +240,7 @@ class Scheduler:
                 enough = self.budget.enough_tokens(lane.recompute_s)
             admitted_slots, admitted_counts = self.admitter.admit(
                 lane,
-                most_tokens - num_tokens,
+                most - num_tokens,
                 clients,
                 enough_tokens=None if enough is None else enough - num_tokens,
             )

@@ -6,9 +6,9 @@ time, side by side. `hopper_linear.cu` has what Triton has no means for, on thes
 - **Two threads** have the hardware copy tiles (TMA), one those of the weight and one those of the
   tokens, as far ahead as shared memory has room. Those of the weight are copied before the kernel
   waits for the one that computes the tokens (rules 4 and 5 of `_triton.py`).
-- **Two warpgroups** compute (WGMMA). The weight is the left factor, so that its rows fill the tensor
-  cores and tokens are the short side. Each has half of a block's 128 rows and all tokens, so that it
-  reads little from shared memory; where a block has 64 rows, each has half of the tokens.
+- **Two warpgroups** compute (WGMMA). The weight is the left factor, so that its rows fill the
+  tensor cores and tokens are the short side. Each has half of a block's 128 rows and all tokens, so
+  that it reads little from shared memory; if a block has 64 rows, each has half of the tokens.
 
 A block has all columns of some rows of the weight, or, where rows are few, a share of the columns
 (split-K). Blocks that share rows then wait for each other, and each adds up the sums of some of the
