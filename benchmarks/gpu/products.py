@@ -1,4 +1,4 @@
-"""Time of products of 8 to 256 tokens with large weights: Hopper's own kernel, and without it.
+"""Time of products of 48 to 256 tokens with large weights: Hopper's own kernel, and without it.
 
     python benchmarks/gpu/products.py --output benchmarks/gpu/products.json
 
@@ -31,7 +31,7 @@ from aquifer.kernels.norm import rms_norm
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
-TOKENS = (8, 16, 48, 64, 96, 128, 160, 192, 256)
+TOKENS = (48, 64, 96, 128, 160, 192, 224, 240, 256)
 # Rows and columns of the weight, and whether the gated activation is wanted: Llama-3-8B's.
 PRODUCTS = {
     "qkv": (6144, 4096, False),
