@@ -13,6 +13,7 @@ from tests.engine.books import LAYOUTS, open_assembly, open_lane
 
 from aquifer.cache import kv_cache
 from aquifer.cache.swap import SwapSpace
+from aquifer.engine import planning
 from aquifer.engine.assembly import LaneSpec
 from aquifer.engine.lane import Lane
 from aquifer.engine.params import Request, SamplingParams
@@ -133,8 +134,9 @@ def test_without_a_limit_prompts_fill_the_step(resources: ExitStack) -> None:
 
 
 def test_beside_a_decode_that_outlasts_them_prompts_are_read_in_small_steps(
-    resources: ExitStack,
+    resources: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(planning, "_LEAST_TOKENS_BESIDE", 100)
     world = World(resources, max_prefill_s=None)
     world.scheduler.budget = replace(world.scheduler.budget, beside_s=0.02)
     world.send(900, max_tokens=50)
@@ -145,6 +147,15 @@ def test_beside_a_decode_that_outlasts_them_prompts_are_read_in_small_steps(
     world.send(700, max_tokens=44)
     assert [world.step() for _ in range(2)] == [[1, 1, 1, 200], [1, 1, 1, 166]]
     assert world.step() == [1, 1, 1, 334]  # the first one has no more than 44 left
+
+
+def test_such_steps_have_some_tokens_however_long_they_take(resources: ExitStack) -> None:
+    world = World(resources, max_prefill_s=None, most_tokens=3000)
+    world.scheduler.budget = replace(world.scheduler.budget, beside_s=0.02)
+    world.send(900, max_tokens=50)
+    world.step()
+    world.send(2500, max_tokens=40)
+    assert [world.step() for _ in range(3)] == [[1, 1024], [1, 1024], [1, 452]]
 
 
 def test_sequences_of_one_length_are_read_in_full_steps(resources: ExitStack) -> None:

@@ -18,6 +18,10 @@ from aquifer.engine.step_input import SlotAssignment, StepInput
 _LEAST_PROMPT_TOKENS = 64
 """Prompt tokens that a step may always have beside sequences that decode, so that prompts end."""
 
+_LEAST_TOKENS_BESIDE = 1024
+"""Prompt tokens of a step of `StepBudget.beside_s`, at least: with fewer, a large model would read
+its weights as often for prompts as it does for decodes."""
+
 _LEAST_CUT = 0.75
 """The least part of a budget that it may be cut to for the sake of a captured step: these are up to
 a quarter apart. Beyond the largest, steps run kernel by kernel, and take as long as they need."""
@@ -105,11 +109,11 @@ class StepBudget:
         num_decodes = int(np.count_nonzero(_missing(table, slots)[~is_reading]))
         if not num_decodes:
             return self.max_batched_tokens
-        limit_s = self.max_prefill_s
+        limit_s, least_prompt = self.max_prefill_s, _LEAST_PROMPT_TOKENS
         if limit_s is None:
             most_new = 0 if waiting is None else waiting.most_new
             if _outlast(table, slots[~is_reading], slots[is_reading], most_new):
-                limit_s = self.beside_s
+                limit_s, least_prompt = self.beside_s, _LEAST_TOKENS_BESIDE
         if limit_s is None:
             return self.max_batched_tokens
         first = 0 if is_reading.sum() == 0 else int(table.num_computed[slots[is_reading.argmax()]])
@@ -118,10 +122,10 @@ class StepBudget:
             limit_s,
             key=lambda count: prefill_s(first, count),
         )
-        least = num_decodes + _LEAST_PROMPT_TOKENS
-        budget = min(self.max_batched_tokens, max(num_decodes + num_prompt, least))
+        budget = min(self.max_batched_tokens, num_decodes + max(num_prompt, least_prompt))
         below = bisect_right(captured_sizes, budget) - 1
-        if below >= 0 and captured_sizes[below] >= max(least, _LEAST_CUT * budget):
+        least = max(num_decodes + _LEAST_PROMPT_TOKENS, _LEAST_CUT * budget)
+        if below >= 0 and captured_sizes[below] >= least:
             return captured_sizes[below]
         return budget
 
