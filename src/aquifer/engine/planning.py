@@ -105,6 +105,8 @@ class StepBudget:
             return self.max_batched_tokens
         slots = table.in_order
         is_reading = _is_reading(table, slots)
+        if waiting is not None and not waiting and not is_reading.any():
+            return self.max_batched_tokens
         # Those that a step in flight may end with their last token run no more.
         num_decodes = int(np.count_nonzero(_missing(table, slots)[~is_reading]))
         if not num_decodes:
