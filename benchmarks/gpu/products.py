@@ -23,7 +23,7 @@ from rich.table import Table
 from aquifer.bench.floor import device_copy_bandwidth
 from aquifer.bench.result import save
 from aquifer.bench.timing import captured_seconds
-from aquifer.kernels import hopper_linear, skinny_linear
+from aquifer.kernels import hopper_linear
 from aquifer.kernels._triton import count_multiprocessors
 from aquifer.kernels.hopper_linear import fits, tiling
 from aquifer.kernels.linear import linear
@@ -68,7 +68,6 @@ def _never(*_: object, **_options: object) -> bool:
 def measure(name: str, num_tokens: int, weights: Sequence[torch.Tensor]) -> dict[str, Any]:
     """Time one product in both ways, whichever is the default."""
     num_rows, num_in, gated = PRODUCTS[name]
-    skinny_linear.fits = _never  # `layers.py` measures it
     hopper_linear.fits = _never
     before_s = seconds_of(lambda x, w: linear(x, w, None, gated=gated), weights, num_tokens)
     hopper_linear.fits = fits

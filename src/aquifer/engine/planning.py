@@ -87,8 +87,8 @@ class StepBudget:
         self,
         table: SlotTable,
         prefill_s: Callable[[float, float], float],
-        captured_sizes: Sequence[int] = (),
-        waiting: Queue | None = None,
+        captured_sizes: Sequence[int],
+        waiting: Queue,
     ) -> int:
         """Token budget of a model's next step.
 
@@ -105,17 +105,17 @@ class StepBudget:
             return self.max_batched_tokens
         slots = table.in_order
         is_reading = _is_reading(table, slots)
-        if waiting is not None and not waiting and not is_reading.any():
+        if not waiting and not is_reading.any():
             return self.max_batched_tokens
         # Those that a step in flight may end with their last token run no more.
         num_decodes = int(np.count_nonzero(_missing(table, slots)[~is_reading]))
         if not num_decodes:
             return self.max_batched_tokens
         limit_s, least_prompt = self.max_prefill_s, _LEAST_PROMPT_TOKENS
-        if limit_s is None:
-            most_new = 0 if waiting is None else waiting.most_new
-            if _outlast(table, slots[~is_reading], slots[is_reading], most_new):
-                limit_s, least_prompt = self.beside_s, _LEAST_TOKENS_BESIDE
+        if limit_s is None and _outlast(
+            table, slots[~is_reading], slots[is_reading], waiting.most_new
+        ):
+            limit_s, least_prompt = self.beside_s, _LEAST_TOKENS_BESIDE
         if limit_s is None:
             return self.max_batched_tokens
         first = 0 if is_reading.sum() == 0 else int(table.num_computed[slots[is_reading.argmax()]])

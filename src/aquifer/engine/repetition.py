@@ -36,8 +36,9 @@ def _is_queue_stuck(scheduler: Scheduler, lane: Lane, plan: StepInput) -> bool:
     """
     if lane.forecaster is not None:
         return False
-    most_tokens = scheduler.budget.tokens(lane.slots, lane.recompute_s)
-    was_tried = plan.spans.num_tokens < most_tokens
+    budget = scheduler.budget
+    most = budget.tokens(lane.slots, lane.recompute_s, lane.captured_sizes, lane.waiting)
+    was_tried = plan.spans.num_tokens < most
     adds_prefixes = lane.prefixes is not None and plan.num_decodes < len(plan.spans.slots)
     first = next(iter(lane.waiting))
     return was_tried and not adds_prefixes and first.num_preemptions == 0

@@ -121,10 +121,10 @@ def _is_faster(
     if not _LEAST_TOKENS <= num_tokens <= _MOST_TOKENS or not has_warpgroup_products(device):
         return False
     multiprocessors = count_multiprocessors(device)
-    num_tiles = -(-num_rows // _MANY_ROWS)
     if not gated and -(-num_rows // _FEW_ROWS) <= multiprocessors:
         how = tiling(num_tokens, num_rows, num_in, multiprocessors, gated=False)
         return num_tokens <= _MOST_TOKENS_OF_FEW_ROWS or how.rows == _MANY_ROWS
+    num_tiles = -(-num_rows // _MANY_ROWS)
     num_rounds = -(-num_tiles // multiprocessors)
     has_load = num_tiles >= _LEAST_LOAD * num_rounds * multiprocessors
     return has_load and (gated or num_tokens <= _MOST_TOKENS_OF_MANY_TILES)
